@@ -1,0 +1,56 @@
+# One target per intent; the same commands in CI.
+.RECIPEPREFIX := >
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := proto core kernels engine kvtransfer rpc node prefill_node decode_node router client cli
+MODEL := smollm2-135m-instruct
+
+.PHONY: help setup model check test proto goldens demo bench clean
+
+help: ## show the targets
+> @grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## create .venv and install pdserve with its development tools
+
+$(STAMP): pyproject.toml constraints-dev.txt
+> @echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
+> @$(PYTHON) -c 'import sys; sys.exit("pdserve needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+> $(PYTHON) -m venv $(VENV)
+> $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+> @echo "setup: installing (about 1.5 GB on the first run: torch)"
+> $(BIN)/python -m pip install --progress-bar on --quiet -c constraints-dev.txt --group dev -e .
+> @touch $(STAMP)
+
+model: setup ## fetch and convert the default model into the user's cache
+> $(BIN)/pdserve pull $(MODEL)
+
+check: setup ## lint, types, import contracts, contract lint
+> $(BIN)/ruff check .
+> $(BIN)/ruff format --check .
+> cd proto && ../$(BIN)/buf lint
+> $(BIN)/lint-imports
+> $(BIN)/mypy
+
+test: setup model ## all tests
+> $(BIN)/python -m pytest -q --durations=15
+
+proto: setup ## regenerate the code of the contract
+> $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \
+>   --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+>   --mypy_out=proto --mypy_grpc_out=proto proto/pdserve/v1/*.proto
+
+goldens: setup model ## rewrite tests/goldens from plain transformers
+> $(BIN)/python -m tests.goldens.make
+
+demo: setup ## a streamed answer through router, prefill and decode processes
+> $(BIN)/pdserve demo
+
+bench: setup model ## the record: decode rate, TTFT, ITL, cancel and idle figures
+> $(BIN)/python -m tests.bench
+
+clean: ## remove .venv and caches (the model cache stays)
+> rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+> find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""The shape of a model's KV: what one token position costs in each layer, on the wire and in a pool."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """KV shape of one layer. `window` is the sliding window in tokens, or None for full attention."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def first_needed_token(self, num_tokens: int) -> int:
+        """Return the first position that the query at position `num_tokens` can still see."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1)
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """KV shape of a whole model, in the dtype that it is stored and sent in.
+
+    Wire form of a layer and token range: K as `[token, kv_head, key_dim]`, then V as `[token, kv_head, value_dim]`,
+    contiguous, little-endian.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that own KV."""
+        return len(self.layers)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    def layer_token_bytes(self, layer: int) -> int:
+        """Return bytes of one token position (K and V) in `layer`."""
+        shape = self.layers[layer]
+        return shape.num_kv_heads * (shape.key_dim + shape.value_dim) * self.itemsize
+
+    def range_bytes(self, layers: range, num_tokens: int) -> int:
+        """Return bytes of `num_tokens` positions in every layer of `layers`."""
+        return num_tokens * sum(self.layer_token_bytes(layer) for layer in layers)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token position in all layers."""
+        return self.range_bytes(range(self.num_layers), 1)
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return the blocks that hold `num_tokens` positions."""
+    return -(-num_tokens // block_size)

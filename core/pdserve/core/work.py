@@ -1,0 +1,103 @@
+"""A node's leg of an attempt as one valid, typed value, and the rule that ends a sequence.
+
+Both nodes apply the same `Work.finish_reason`, so a sequence ends the same way wherever its last token is made.
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pdserve.core.ids import Incarnation, LegKey, TransferId
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; the values are those of the contract."""
+
+    STOP = 1
+    STOP_SEQUENCE = 2
+    LENGTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How each token is chosen; every value resolved.
+
+    `temperature` 0 is greedy, `top_k` 0 keeps all, `top_p` in (0, 1], `min_p` in [0, 1), `seed` is the key of the noise.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One leg, from a router's submit.
+
+    `prompt_ids` and `output_ids` are kept apart so that limits and positions stay absolute: the next token has output index
+    `len(output_ids)`. `arrived_s` and `deadline_s` are on this process's monotonic clock.
+    """
+
+    leg: LegKey
+    transfer_id: TransferId | None
+    prefill: Incarnation
+    decode: Incarnation | None
+    label: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    arrived_s: float
+    deadline_s: float | None
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Ids whose KV the prefill node computes: the prompt and the output accepted so far."""
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def context_len(self) -> int:
+        """Number of context ids; also the number of tokens of the transfer."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def next_index(self) -> int:
+        """Absolute output index of the next token."""
+        return len(self.output_ids)
+
+    @property
+    def max_len(self) -> int:
+        """Longest the sequence can get, tokens of prompt and output together."""
+        return len(self.prompt_ids) + self.max_tokens
+
+    def finish_reason(self, token_id: int, index: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Return why the sequence ends with `token_id` at absolute output `index`, or None if it goes on."""
+        if token_id in self.stop_token_ids or (not self.ignore_eos and token_id in eos_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if index + 1 >= self.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token with its absolute output index and natural log-probability under the unmodified distribution."""
+
+    index: int
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None = None
+
+
+def prompt_digest(token_ids: tuple[int, ...]) -> bytes:
+    """Return SHA-256 over the ids as little-endian 32-bit numbers, 32 bytes."""
+    ids = array("I", token_ids)
+    return hashlib.sha256(ids.tobytes()).digest()
