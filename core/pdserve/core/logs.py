@@ -1,0 +1,72 @@
+"""Logs as text or JSON, each line with the role, and with request, attempt and incarnation where they are known."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+FIELDS = ("request_id", "session_id", "attempt", "incarnation", "transfer_id", "peer")
+"""Extra attributes that a record may carry; `logger.info(…, extra={"attempt": 2})`."""
+
+
+def set_up_logs(role: str, log_format: str, level: str, stream: TextIO | None = None) -> None:
+    """Send the process's logs to `stream` (standard error by default) in one format. Called once, at start."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter(role))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("pdserve").setLevel(level.upper())
+
+
+class RequestLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that adds the same fields to every record."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Merge this logger's fields with those of the call."""
+        kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+
+class TextFormatter(logging.Formatter):
+    """One line for people: time, level, message, then name=value."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
+        line = f"{line}  {fields}" if fields else line
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line for programs."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        entry: dict[str, object] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "role": self.role,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name in FIELDS if (value := getattr(record, name, None)) not in (None, "")}
