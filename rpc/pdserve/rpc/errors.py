@@ -1,0 +1,101 @@
+"""`PdserveError` to gRPC status with `google.rpc` details, and back."""
+
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from pdserve.core import errors
+from pdserve.core.errors import GRPC_CODES, PdserveError
+
+DOMAIN = "pdserve"
+
+
+def code_of(error: PdserveError) -> grpc.StatusCode:
+    """Return the status code that the table in `core.errors` gives."""
+    return grpc.StatusCode[GRPC_CODES[type(error)]]
+
+
+def status_of(error: PdserveError) -> status_pb2.Status:
+    """Return the full status: ErrorInfo always; BadRequest with a field; RetryInfo with a time; Help text as hint."""
+    metadata = dict(error.metadata)
+    if error.hint:
+        metadata["hint"] = error.hint
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata),
+    ]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        wrapped = any_pb2.Any()
+        wrapped.Pack(detail)
+        packed.append(wrapped)
+    return status_pb2.Status(code=code_of(error).value[0], message=str(error), details=packed)
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+    """End the call with `error`. Raises, as `context.abort` does."""
+    status = rpc_status.to_status(status_of(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("context.abort always raises")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> PdserveError:
+    """Return the typed error that a failed call carries; calls without our details become the class of their code."""
+    status = rpc_status.aio_from_call(error) if hasattr(rpc_status, "aio_from_call") else _status_in(error)
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details if status is not None else ():
+        for kind in (info, bad, retry):
+            if detail.Is(kind.DESCRIPTOR):
+                detail.Unpack(kind)
+    metadata = dict(info.metadata)
+    hint = metadata.pop("hint", "")
+    message = (error.details() or error.code().name).removesuffix(f" ({hint})")
+    return _class_of(info.reason, error.code())(
+        message,
+        hint=hint,
+        field=bad.field_violations[0].field if bad.field_violations else "",
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        metadata=metadata,
+    )
+
+
+def _status_in(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
+            raw = value if isinstance(value, bytes) else value.encode("latin-1")
+            return status_pb2.Status.FromString(raw)
+    return None
+
+
+def _class_of(reason: str, code: grpc.StatusCode) -> type[PdserveError]:
+    for kind in GRPC_CODES:
+        if kind is not errors.ConfigError and kind("").reason == reason:
+            return kind
+    return _BY_CODE.get(code, errors.InternalError)
+
+
+_BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: errors.NotServed,
+    grpc.StatusCode.NOT_FOUND: errors.UnknownModel,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.UNAVAILABLE: errors.NoNodes,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Forbidden,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.SetupError,
+}

@@ -1,0 +1,46 @@
+"""Channel and server options, spelt once. gRPC ignores a misspelt option silently, so a test reads them off a live channel.
+
+Keepalive facts behind the numbers: `keepalive_timeout_ms` alone does not notice a frozen peer (the transport's write timeout
+does, after 60 s); `http2.ping_timeout_ms` does, within its value. A server answers GOAWAY `too_many_pings` when its
+`min_ping_interval_without_data_ms` is larger than the client's interval, so the two stand side by side here.
+"""
+
+KEEPALIVE_MS = 10_000
+PING_TIMEOUT_MS = 2_000
+RECONNECT_MS = (100, 1_000)
+
+Options = list[tuple[str, int | str]]
+
+
+def channel_options(max_message_bytes: int = 4 << 20) -> Options:
+    """Return the options of every channel that pdserve opens."""
+    first_ms, last_ms = RECONNECT_MS
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", first_ms),
+        ("grpc.min_reconnect_backoff_ms", first_ms),
+        ("grpc.max_reconnect_backoff_ms", last_ms),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # A channel of its own per use: two streams must never share a fate through the global subchannel pool.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(max_message_bytes: int = 4 << 20) -> Options:
+    """Return the options of every server that pdserve runs. A busy port is an error, never shared."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+    ]

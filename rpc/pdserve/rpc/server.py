@@ -1,0 +1,69 @@
+"""A gRPC server that binds alone, reports health, and lists its services."""
+
+import json
+import os
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.core.errors import AddressInUse
+from pdserve.rpc.options import server_options
+
+LIVENESS = "liveness"
+"""Health service name that is SERVING as long as the event loop runs; "" tells readiness."""
+
+
+class GrpcServer:
+    """One server on one port: services, `grpc.health.v1` and reflection.
+
+    Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness".
+    """
+
+    def __init__(self, host: str, port: int, *, max_message_bytes: int = 4 << 20) -> None:
+        self._server = grpc.aio.server(options=server_options(max_message_bytes))
+        self._host = host
+        self._asked_port = port
+        self._names = [reflection.SERVICE_NAME, health.SERVICE_NAME]
+        self._health = health.aio.HealthServicer()
+        self.port = 0
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(self, name: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        """Add the service of full name `name`; `register` is given the server."""
+        self._names.append(name)
+        register(self._server)
+
+    async def start(self) -> None:
+        """Bind and serve. Raises AddressInUse if the port is taken."""
+        reflection.enable_server_reflection(self._names, self._server)
+        await self.set_ready(False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{self._asked_port}")
+        except RuntimeError as error:
+            raise AddressInUse(
+                f"cannot listen on {host}:{self._asked_port}: {error}",
+                hint="another process has the port, or the host is not this machine's; choose another --port or --host",
+            ) from None
+        await self._server.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Tell readiness."""
+        state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", state)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls, wait up to `grace_s` for running ones, then cut them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def announce(ready_fd: int | None, addresses: dict[str, str]) -> None:
+    """Write the bound addresses as one JSON line to the descriptor that a supervisor gave, and close it."""
+    if ready_fd is None:
+        return
+    with os.fdopen(ready_fd, "w", encoding="utf-8") as pipe:
+        pipe.write(json.dumps(addresses) + "\n")
