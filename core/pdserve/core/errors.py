@@ -7,6 +7,7 @@ PdserveError
 ├── Overloaded              queues are full; carries when to retry
 ├── SlowReader              the client read too slowly for too long
 ├── NoNodes                 a pool has no usable node
+├── Unreachable             nothing answers at the address (raised by clients)
 ├── AttemptsExhausted       every allowed attempt failed; carries how many tokens were sent
 ├── DeadlineExceeded        the client's deadline passed
 ├── Cancelled               the client went away
@@ -88,6 +89,12 @@ class NoNodes(PdserveError):
     can_retry = True
 
 
+class Unreachable(PdserveError):
+    """Nothing answers at the address; raised on the client's side, never sent by a server."""
+
+    can_retry = True
+
+
 class AttemptsExhausted(PdserveError):
     """Every allowed attempt failed. `metadata["num_tokens_sent"]` says how many tokens the client was given."""
 
@@ -151,6 +158,7 @@ GRPC_CODES: Mapping[type[PdserveError], str] = {
     Overloaded: "RESOURCE_EXHAUSTED",
     SlowReader: "RESOURCE_EXHAUSTED",
     NoNodes: "UNAVAILABLE",
+    Unreachable: "UNAVAILABLE",
     AttemptsExhausted: "UNAVAILABLE",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     Cancelled: "CANCELLED",
