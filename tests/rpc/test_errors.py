@@ -32,12 +32,13 @@ async def test_round_trip(kind: type[PdserveError]) -> None:
         yield b""
 
     server = grpc.aio.server(options=server_options())
-    handler = grpc.unary_stream_rpc_method_handler(refuse)  # type: ignore[type-var] # the stubs know sync handlers only
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(refuse)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Refuser", {"Refuse": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
-        call = channel.unary_stream("/test.Refuser/Refuse")(b"")
+        open_call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/test.Refuser/Refuse")
+        call = open_call(b"")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in call:
                 pass

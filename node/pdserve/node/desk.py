@@ -1,0 +1,89 @@
+"""What each role puts behind the Attach stream: a desk that takes legs, on the event loop's thread only."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.core.identity import Capabilities, Identity
+from pdserve.core.ids import Incarnation, LegKey
+from pdserve.core.work import Work
+from pdserve.node.pb import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a node is. Blocks are counted in the node's own block size."""
+
+    num_waiting: int
+    num_running: int
+    num_waiting_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    connected_peers: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a loaded engine says of itself in hello."""
+
+    identity: Identity
+    capabilities: Capabilities
+    num_blocks: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    kv_address: str
+
+
+class Desk(Protocol):
+    """The work of one role. Every call returns at once; results go to `Legs`."""
+
+    def facts(self) -> EngineFacts:
+        """Return what hello says."""
+        ...
+
+    def submit(self, work: Work) -> None:
+        """Take a leg that `Legs` has just opened."""
+        ...
+
+    def cancel(self, leg: LegKey, reason: str) -> None:
+        """End a leg that `Legs` knows; `released` follows when nothing of it is left."""
+        ...
+
+    def drain(self, leg: LegKey) -> None:
+        """Hand a leg back to its router: as cancel, with the outcome DRAINED."""
+        ...
+
+    def set_peers(self, peers: tuple[Peer, ...]) -> None:
+        """Take the nodes of the other role, over all routers."""
+        ...
+
+    def tick(self, now_s: float) -> None:
+        """Act on deadlines that passed. Called twice a second."""
+        ...
+
+    def load(self) -> Load:
+        """Return the present load."""
+        ...
+
+    def step_age_s(self) -> float:
+        """Return the age of the running step, seconds; 0 when none runs."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Return the role's gauges by name."""
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Return every machine's state and age."""
+        ...
+
+    def check_invariants(self) -> list[str]:
+        """Return what is wrong; empty when all is well."""
+        ...
+
+    async def run(self) -> None:
+        """Run the step loop until cancelled."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and sockets. Every leg has been released or abandoned."""
+        ...

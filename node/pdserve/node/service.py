@@ -1,0 +1,219 @@
+"""The NodeService of both roles: attached routers, drain, and the debug dump."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from pdserve.core.build import ProcessInfo
+from pdserve.core.clock import Clock
+from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError
+from pdserve.core.ids import ID_BYTES, Incarnation
+from pdserve.node import pb
+from pdserve.node.attach import RouterStream, StreamSettings
+from pdserve.node.desk import Desk
+from pdserve.node.legs import Legs
+from pdserve.node.pb import Peer
+from pdserve.rpc.errors import abort_with
+from pdserve.rpc.process import process_to_pb
+from pdserve.rpc.secret import check_secret
+from pdserve.v1 import node_pb2, node_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class NodeServicer(node_pb2_grpc.NodeServiceServicer):
+    """Serves Attach, Drain and GetState over one desk, once `open_for_work` was called."""
+
+    def __init__(self, settings: StreamSettings, secret: bytes | None, clock: Clock) -> None:
+        self._settings, self._secret, self._clock = settings, secret, clock
+        self.legs = Legs(clock, self._on_output)
+        self._streams: dict[Incarnation, RouterStream] = {}
+        self._peers: dict[Incarnation, tuple[Peer, ...]] = {}
+        self._desk: Desk | None = None
+        self._process: ProcessInfo | None = None
+        self._process_gauges: Callable[[], dict[str, float]] = dict
+        self._draining = False
+        self._num_handed_back = 0
+
+    def open_for_work(self, desk: Desk, process: ProcessInfo, process_gauges: Callable[[], dict[str, float]]) -> None:
+        """Accept routers from now on."""
+        self._desk, self._process, self._process_gauges = desk, process, process_gauges
+
+    def load_changed(self) -> None:
+        """Tell every router the new load soon."""
+        for stream in self._streams.values():
+            stream.load_changed()
+
+    async def Attach(  # type: ignore[override]  # noqa: N802 - a coroutine that writes; the stubs know generators only
+        self, request_iterator: AsyncIterator[node_pb2.AttachRequest], context: Context
+    ) -> None:
+        """Serve one router's stream until it ends."""
+        try:
+            desk, process = self._checked(context)
+            hello = await self._hello(request_iterator)
+            stream = self._register(hello, desk)
+        except PdserveError as error:
+            await abort_with(context, error)
+        fields = {"peer": stream.router.hex()[:8]}
+        logger.info("a router attached", extra=fields)
+        await context.write(node_pb2.AttachResponse(hello=self._node_hello(desk, process)))
+        tasks = [
+            asyncio.create_task(stream.watch()),
+            asyncio.create_task(stream.read(request_iterator)),
+            asyncio.create_task(stream.write(context.write)),
+        ]
+        for task in tasks:
+            task.add_done_callback(lambda task: stream.close(_why_it_ended(task)))
+        try:
+            await stream.wait_closed()
+        finally:
+            stream.close("the stream broke")
+            self._unregister(stream, desk)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            logger.info("a router left: %s", stream.close_reason, extra=fields)
+
+    async def Drain(  # noqa: N802 - the contract's name
+        self, request: node_pb2.DrainRequest, context: Context
+    ) -> node_pb2.DrainResponse:
+        """Refuse new work, wait for the rest until the deadline, then hand it back."""
+        try:
+            self._checked(context)
+        except PdserveError as error:
+            await abort_with(context, error)
+        before = self.legs.num_open
+        await self.drain(request.deadline_s)
+        return node_pb2.DrainResponse(
+            num_finished=max(0, before - self._num_handed_back), num_handed_back=self._num_handed_back
+        )
+
+    async def GetState(  # noqa: N802 - the contract's name
+        self,
+        request: node_pb2.GetStateRequest,
+        context: Context,
+    ) -> node_pb2.GetStateResponse:
+        """Return the debug dump."""
+        try:
+            desk, process = self._checked(context)
+        except PdserveError as error:
+            await abort_with(context, error)
+        machines = {"legs": self.legs.describe(), **desk.describe()}
+        return node_pb2.GetStateResponse(
+            process=process_to_pb(process),
+            gauges=self.gauges(),
+            machines_json=json.dumps(machines, default=str),
+            violations=desk.check_invariants(),
+        )
+
+    def gauges(self) -> dict[str, float]:
+        """Return every gauge of the node by name."""
+        role = {} if self._desk is None else self._desk.gauges()
+        return {
+            "routers": float(len(self._streams)),
+            "legs": float(self.legs.num_open),
+            "outbox_bytes": float(self.legs.pending_bytes()),
+            "draining": float(self._draining),
+            **role,
+            **self._process_gauges(),
+        }
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse new work and return when every leg is released; past the deadline legs are handed back."""
+        self._draining = True
+        self.load_changed()
+        await self.legs.wait_all_released(deadline_s)
+        if self._desk is None:
+            return
+        for key in self.legs.open_keys():
+            self._num_handed_back += 1
+            self._desk.drain(key)
+        await self.legs.wait_all_released(self._settings.lease_s)
+
+    def close_streams(self, reason: str) -> None:
+        """End every router's stream."""
+        for stream in list(self._streams.values()):
+            stream.close(reason)
+
+    def _checked(self, context: Context) -> tuple[Desk, ProcessInfo]:
+        check_secret(context, self._secret)
+        if self._desk is None or self._process is None:
+            raise NoNodes("the node is loading its model", retry_after_s=0.5)
+        return self._desk, self._process
+
+    async def _hello(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> node_pb2.RouterHello:
+        try:
+            first = await asyncio.wait_for(anext(requests), self._settings.lease_s)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidRequest("the stream's first message must be hello", field="hello") from None
+        if first.WhichOneof("message") != "hello" or len(first.hello.incarnation) != ID_BYTES:
+            raise InvalidRequest("the stream's first message must be hello, with an incarnation", field="hello")
+        return first.hello
+
+    def _register(self, hello: node_pb2.RouterHello, desk: Desk) -> RouterStream:
+        router = Incarnation(hello.incarnation)
+        older = self._streams.get(router)
+        if older is not None:
+            if hello.stream_number <= older.number:
+                raise InvalidRequest("a newer stream of this router is attached", field="hello.stream_number")
+            older.close("superseded by a newer stream")
+            self._unregister(older, desk)
+        stream = RouterStream(
+            hello, desk, self.legs, self._settings, self._clock, lambda: self._draining, self._on_peers
+        )
+        self._streams[router] = stream
+        return stream
+
+    def _unregister(self, stream: RouterStream, desk: Desk) -> None:
+        """Free what the router owned; once per stream."""
+        if self._streams.get(stream.router) is not stream:
+            return
+        del self._streams[stream.router]
+        for key in self.legs.detach(stream.router):
+            desk.cancel(key, f"router lost: {stream.close_reason}")
+        self._on_peers(stream.router, ())
+
+    def _on_output(self, router: Incarnation) -> None:
+        stream = self._streams.get(router)
+        if stream is not None:
+            stream.notify()
+
+    def _on_peers(self, router: Incarnation, peers: tuple[Peer, ...]) -> None:
+        if peers:
+            self._peers[router] = peers
+        else:
+            self._peers.pop(router, None)
+        if self._desk is not None:
+            united = {peer.incarnation: peer for named in self._peers.values() for peer in named}
+            self._desk.set_peers(tuple(united.values()))
+
+    def _node_hello(self, desk: Desk, process: ProcessInfo) -> node_pb2.NodeHello:
+        facts = desk.facts()
+        endpoints = [node_pb2.KvEndpoint(address=facts.kv_address)] if facts.kv_address else []
+        return node_pb2.NodeHello(
+            process=process_to_pb(process),
+            identity=pb.identity_to_pb(facts.identity),
+            capabilities=pb.capabilities_to_pb(facts.capabilities),
+            kv_endpoints=endpoints,
+            num_blocks=facts.num_blocks,
+            max_model_len=facts.max_model_len,
+            lease_s=self._settings.lease_s,
+            eos_token_ids=sorted(facts.eos_token_ids),
+        )
+
+
+def _why_it_ended(task: "asyncio.Task[None]") -> str:
+    if task.cancelled():
+        return "the stream broke"
+    error = task.exception()
+    if error is None:
+        return "the router closed the stream"
+    if not isinstance(error, grpc.RpcError | grpc.aio.BaseError | asyncio.InvalidStateError):
+        logger.error("a router's stream failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"
