@@ -1,1 +1,13 @@
-"""Placeholder."""
+"""The engine: a `transformers` model, unmodified, computing on a paged KV pool.
+
+In the walk of a request it stands below both nodes: a node's scheduler decides what a step holds, the engine computes it in
+one forward pass and samples. It knows block tables and tokens; not requests, peers or time.
+
+- `blocks`: who owns which block of the pool (leases; no torch)
+- `batch`: what a step is given and what it answers (no torch)
+- `engine`: `Engine.load` and `Engine.step`
+- `attention`: how the model's attention is led into the pool, and the check at load that it really is
+- `kv_pool`: the tensors of the pool, and the wire form
+- `loading`, `weights`, `support`: a folder becomes a model with an identity, or a refusal by name
+- `prepare`: a built-in alias becomes such a folder
+"""

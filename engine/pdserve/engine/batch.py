@@ -1,0 +1,32 @@
+"""What a step is given and what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.core.work import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """New tokens of one sequence, from absolute position `start`.
+
+    `block_ids` covers positions 0 … start + len(token_ids) - 1 at least; positions before `start` are already in the pool. If
+    `sampling` is given, the token after the last position is sampled, as output token `next_index` of `sequence`.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    block_ids: Sequence[int]
+    sampling: Sampling | None = None
+    sequence: int = 0
+    next_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per chunk of the step, in order: (token id, natural log-probability under the unmodified distribution), or None.
+
+    None where the chunk asked for no token.
+    """
+
+    tokens: tuple[tuple[int, float] | None, ...]

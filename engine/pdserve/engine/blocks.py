@@ -1,0 +1,224 @@
+"""Who owns which block of a KV pool. Every owned block belongs to exactly one lease, and a lease ends exactly once.
+
+A block is free, reserved (promised to a transfer that has not been adopted), used, or cached (kept for a later prompt; the
+prefix cache is not built yet, so none is). Blocks come free in the order last-in first-out: a stale writer is then found out
+soon.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.core.errors import InternalError
+from pdserve.core.layout import num_blocks_for
+from pdserve.core.lifecycle import LifeCycle, TransitionTable
+
+__all__ = ["BlockLease", "BlockPool", "PoolExhausted", "num_blocks_for"]
+
+
+class PoolExhausted(Exception):
+    """The pool has fewer free blocks than were asked for; nothing was taken."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(f"{wanted} blocks wanted, {free} free")
+        self.wanted = wanted
+        self.free = free
+
+
+class LeaseState(Enum):
+    """Where a lease stands."""
+
+    RESERVED = "reserved"
+    USED = "used"
+    RELEASING = "releasing"
+    """Released by its owner, but a step or placement in progress still holds it."""
+    RELEASED = "released"
+
+
+class LeaseEvent(Enum):
+    """What happens to a lease."""
+
+    ADOPT = "adopt"
+    RELEASE = "release"
+    LAST_HOLD_ENDED = "last hold ended"
+
+
+LEASE_TABLE = TransitionTable(
+    name="block lease",
+    initial=LeaseState.RESERVED,
+    terminal=frozenset({LeaseState.RELEASED}),
+    moves={
+        (LeaseState.RESERVED, LeaseEvent.ADOPT): LeaseState.USED,
+        (LeaseState.RESERVED, LeaseEvent.RELEASE): LeaseState.RELEASING,
+        (LeaseState.USED, LeaseEvent.RELEASE): LeaseState.RELEASING,
+        (LeaseState.RELEASING, LeaseEvent.LAST_HOLD_ENDED): LeaseState.RELEASED,
+    },
+)
+"""All moves are ours, so every other pair raises: a second release is a fault of the program, not of the world."""
+
+
+@dataclass(eq=False)
+class BlockLease:
+    """Blocks of one owner. Made by `BlockPool.lease`; ends with `release`, or at the end of a `with` block."""
+
+    pool: "BlockPool"
+    owner: str
+    _block_ids: list[int]
+    _life: LifeCycle[LeaseState, LeaseEvent]
+    _num_holds: int = field(default=0)
+
+    @property
+    def block_ids(self) -> Sequence[int]:
+        """The blocks in the order of the sequence's positions. Empty once released."""
+        return self._block_ids
+
+    @property
+    def state(self) -> LeaseState:
+        """Where the lease stands."""
+        return self._life.state
+
+    def adopt(self) -> None:
+        """Turn a reservation into use: the KV that it was promised for has arrived."""
+        with self.pool.lock:
+            self._life.advance(LeaseEvent.ADOPT, 0.0)
+
+    def extend(self, num_blocks: int) -> None:
+        """Take `num_blocks` more at the end; raise PoolExhausted (and take nothing) if there are not as many."""
+        with self.pool.lock:
+            if self._life.state not in (LeaseState.RESERVED, LeaseState.USED):
+                raise InternalError(f"lease of {self.owner} extended after its release; {self._life.tell()}")
+            self._block_ids.extend(self.pool.take(num_blocks))
+
+    @contextmanager
+    def hold(self) -> Iterator[Sequence[int]]:
+        """Keep the blocks while a step, packing or placement touches them: a release meanwhile completes afterwards."""
+        with self.pool.lock:
+            if self._life.state not in (LeaseState.RESERVED, LeaseState.USED):
+                raise InternalError(f"lease of {self.owner} held after its release; {self._life.tell()}")
+            self._num_holds += 1
+        try:
+            yield self._block_ids
+        finally:
+            with self.pool.lock:
+                self._num_holds -= 1
+                self._free_if_due()
+
+    def release(self) -> None:
+        """Give the blocks back, at once or when the last hold ends. A second release raises InternalError."""
+        with self.pool.lock:
+            self._life.advance(LeaseEvent.RELEASE, 0.0)
+            self._free_if_due()
+
+    def _free_if_due(self) -> None:
+        if self._life.state is LeaseState.RELEASING and self._num_holds == 0:
+            self._life.advance(LeaseEvent.LAST_HOLD_ENDED, 0.0)
+            self.pool.give_back(self, self._block_ids)
+            self._block_ids = []
+
+    def __enter__(self) -> "BlockLease":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._life.state in (LeaseState.RESERVED, LeaseState.USED):
+            self.release()
+
+
+class BlockPool:
+    """The books of `num_blocks` blocks, numbered from 0. Safe to use from several threads.
+
+    `on_free` is called with the ids of blocks just before they become free (tests poison them there).
+    """
+
+    def __init__(self, num_blocks: int, on_free: Callable[[Sequence[int]], None] | None = None) -> None:
+        if num_blocks < 1:
+            raise ValueError("a pool has at least one block")
+        self.num_blocks = num_blocks
+        self.lock = threading.RLock()
+        self._on_free = on_free
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._leases: set[BlockLease] = set()
+
+    def lease(self, num_blocks: int, owner: str, *, reserved: bool = False) -> BlockLease:
+        """Take `num_blocks` (>= 0) for `owner`, in use or only reserved; raise PoolExhausted, taking none, if too few."""
+        with self.lock:
+            life = LifeCycle(LEASE_TABLE, owner, 0.0)
+            if not reserved:
+                life.advance(LeaseEvent.ADOPT, 0.0)
+            lease = BlockLease(self, owner, self.take(num_blocks), life)
+            self._leases.add(lease)
+            return lease
+
+    def try_lease(self, num_blocks: int, owner: str, *, reserved: bool = False) -> BlockLease | None:
+        """Do as `lease`, but return None if there are too few blocks."""
+        try:
+            return self.lease(num_blocks, owner, reserved=reserved)
+        except PoolExhausted:
+            return None
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of adopted leases, and of released ones that are still held."""
+        return self._count(LeaseState.USED) + self._count(LeaseState.RELEASING)
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks of leases that wait for their KV."""
+        return self._count(LeaseState.RESERVED)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks kept for later prompts: none until the prefix cache is built."""
+        return 0
+
+    @property
+    def owners(self) -> list[str]:
+        """Owners of live leases, sorted: the first thing to read when blocks are missing."""
+        with self.lock:
+            return sorted(lease.owner for lease in self._leases)
+
+    def check_invariants(self) -> None:
+        """Raise InternalError unless every block is in the free list or in exactly one live lease.
+
+        Recomputed from the free list and the leases themselves, never from counters.
+        """
+        with self.lock:
+            places: dict[int, list[str]] = {block: [] for block in range(self.num_blocks)}
+            holders = [("free list", self._free), *((lease.owner, lease.block_ids) for lease in self._leases)]
+            for holder, blocks in holders:
+                for block in blocks:
+                    places.setdefault(block, []).append(holder)
+            faults = [
+                f"block {block}: {' and '.join(where) or 'lost'}"
+                for block, where in places.items()
+                if len(where) != 1 or not 0 <= block < self.num_blocks
+            ]
+            ended = [lease.owner for lease in self._leases if lease.state is LeaseState.RELEASED]
+            faults += [f"lease of {owner} is released but still on the books" for owner in ended]
+        if faults:
+            raise InternalError("block pool: " + "; ".join(sorted(faults)[:8]))
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Remove `num_blocks` from the free list, for a lease. Call with the lock held."""
+        if num_blocks < 0:
+            raise ValueError("cannot take a negative number of blocks")
+        if num_blocks > len(self._free):
+            raise PoolExhausted(num_blocks, len(self._free))
+        return [self._free.pop() for _ in range(num_blocks)]
+
+    def give_back(self, lease: BlockLease, block_ids: Sequence[int]) -> None:
+        """Return the blocks of an ended lease to the free list. Call with the lock held."""
+        self._leases.remove(lease)
+        if self._on_free is not None:
+            self._on_free(block_ids)
+        self._free.extend(reversed(block_ids))
+
+    def _count(self, state: LeaseState) -> int:
+        with self.lock:
+            return sum(len(lease.block_ids) for lease in self._leases if lease.state is state)

@@ -1,0 +1,169 @@
+"""The engine: one model, one pool, one forward pass per step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from pdserve.core.errors import ConfigError, InternalError
+from pdserve.core.identity import Capabilities, Identity
+from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
+from pdserve.engine.batch import SequenceChunk, StepResult
+from pdserve.engine.forward import Forward
+from pdserve.engine.kv_pool import KvPool
+from pdserve.engine.loading import LoadedModel, load_model
+from pdserve.engine.probe import check_isolation, discover
+from pdserve.engine.support import kv_fields, served_length
+from pdserve.kernels.backends import choose_backend
+from pdserve.kernels.sampling import SampledRow, sample
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model on a paged KV pool.
+
+    `step` belongs to one thread at a time; `pack` and `unpack` may be called from others meanwhile, on slots that the running
+    step does not write (leases and layer reports see to that). Blocks are counted by `blocks.BlockPool`, not here.
+    """
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        threads: int = 1,
+        block_size: int = 16,
+        num_blocks: int,
+        max_model_len: int | None = None,
+    ) -> "Engine":
+        """Read the model folder, check that the engine can serve it, and allocate the pool.
+
+        `dtype` is float32, bfloat16 or float16, of weights, computation and KV. Raises ConfigError, ModelUnavailable or
+        ModelUnsupported.
+        """
+        faults = [f"{name}: {value} is below 1" for name, value in _sizes(threads, block_size, num_blocks) if value < 1]
+        if dtype not in DTYPE_BYTES:
+            faults.append(f"dtype: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if faults:
+            raise ConfigError(faults)
+        torch.set_num_threads(threads)
+        model = load_model(model_dir, dtype, torch.device(device))
+        return cls(
+            model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len
+        )
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        dtype: str,
+        device: str,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int | None = None,
+    ) -> None:
+        where = torch.device(device)
+        backend = choose_backend(where.type)
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.attention_backend = backend.name
+        self.eos_token_ids = model.eos_token_ids
+        self.vocab_size = model.vocab_size
+        self.max_model_len = served_length(model.config, max_model_len)
+        self.layout: KvLayout = discover(
+            model.module, model.architecture, model.num_layers, model.vocab_size, dtype, backend, where
+        )
+        check_isolation(model.module, model.architecture, self.layout, model.vocab_size, backend, where)
+        self.identity = Identity(
+            weight_digest=model.weight_digest,
+            architecture=model.architecture,
+            kv_fields=kv_fields(model.config, self.layout),
+            tokenizer_digest=model.tokenizer_digest,
+        )
+        self.capabilities = Capabilities(compute_dtype=dtype, kv_dtype=dtype, wire_dtypes=(dtype,))
+        self._pool = KvPool(self.layout, num_blocks, block_size, where)
+        self._forward = Forward(model.module, self._pool, backend, where)
+        self._is_stepping = False
+        log.info(
+            "%s: %d layers, %d blocks of %d tokens, %.0f MiB of KV, %s on %s",
+            model.architecture,
+            self.layout.num_layers,
+            num_blocks,
+            block_size,
+            self._pool.num_bytes / 2**20,
+            dtype,
+            device,
+        )
+
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes run so far: one per step."""
+        return self._forward.num_forwards
+
+    def step(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """Run all chunks in one forward pass and sample where asked.
+
+        `on_layer(l)` is called, in this thread, when layer l's keys and values of this step lie in the pool and before the
+        next layer runs. Raises ValueError for a chunk that does not fit its block table, the pool or the model's length.
+        """
+        if self._is_stepping:
+            raise InternalError("a step began while another was running")
+        for chunk in chunks:
+            self._check(chunk)
+        if not chunks:
+            return StepResult(())
+        self._is_stepping = True
+        try:
+            return self._step(chunks, on_layer)
+        finally:
+            self._is_stepping = False
+
+    @torch.inference_mode()
+    def _step(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> StepResult:
+        logits = self._forward.logits(chunks, [chunk.sampling is not None for chunk in chunks], on_layer)
+        rows = [
+            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index)
+            for chunk in chunks
+            if chunk.sampling is not None
+        ]
+        drawn = iter(sample(logits, rows))
+        return StepResult(tuple(None if chunk.sampling is None else next(drawn) for chunk in chunks))
+
+    def pack(self, layers: range, block_ids: Sequence[int], positions: range, into: memoryview) -> None:
+        """Write the wire form of `positions` of the sequence with that block table, in `layers`, into `into`.
+
+        Size: `layout.range_bytes(layers, len(positions))`; ValueError otherwise.
+        """
+        self._pool.pack(layers, self._pool.slots(block_ids, positions), into)
+
+    def unpack(self, layers: range, block_ids: Sequence[int], positions: range, payload: memoryview) -> None:
+        """Place wire form where `pack` would read it; ValueError if the size is wrong."""
+        self._pool.unpack(layers, self._pool.slots(block_ids, positions), payload)
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN; for tests, as `BlockPool(num_blocks, on_free=engine.poison)`."""
+        self._pool.poison(block_ids)
+
+    def _check(self, chunk: SequenceChunk) -> None:
+        stop = chunk.start + len(chunk.token_ids)
+        if not chunk.token_ids or chunk.start < 0:
+            raise ValueError("a chunk has at least one token, from position 0 on")
+        if stop > self.max_model_len:
+            raise ValueError(f"position {stop - 1} is beyond the model's length of {self.max_model_len}")
+        needed = num_blocks_for(stop, self.block_size)
+        if len(chunk.block_ids) < needed:
+            raise ValueError(f"{stop} positions need {needed} blocks, the table has {len(chunk.block_ids)}")
+        if not all(0 <= block < self.num_blocks for block in chunk.block_ids[:needed]):
+            raise ValueError("a block id lies outside the pool")
+        if not all(0 <= token < self.vocab_size for token in chunk.token_ids):
+            raise ValueError("a token id lies outside the vocabulary")
+
+
+def _sizes(threads: int, block_size: int, num_blocks: int) -> list[tuple[str, int]]:
+    return [("threads", threads), ("block_size", block_size), ("num_blocks", num_blocks)]

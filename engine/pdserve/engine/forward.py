@@ -1,0 +1,60 @@
+"""One forward pass of the model over a ragged step."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.core.errors import InternalError
+from pdserve.engine.attention import PagedFrame, entered
+from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.kv_pool import TORCH_DTYPES, KvPool
+from pdserve.kernels.backends import Backend
+from pdserve.kernels.ragged import ChunkRows, RaggedPlan
+
+
+class Forward:
+    """The model on a pool. `num_forwards` counts passes: one per step, whatever the step holds."""
+
+    def __init__(self, module: torch.nn.Module, pool: KvPool, backend: Backend, device: torch.device) -> None:
+        self._module = module
+        self._pool = pool
+        self._backend = backend
+        self._device = device
+        self._dtype = TORCH_DTYPES[pool.layout.dtype]
+        self.num_forwards = 0
+
+    @torch.inference_mode()
+    def logits(
+        self, chunks: Sequence[SequenceChunk], sampled: Sequence[bool], on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Run all chunks at once; return logits [sampled chunks, vocabulary] at the last row of each sampled chunk.
+
+        `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
+        """
+        rows = [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
+        plan = RaggedPlan(rows, self._pool.block_size, self._dtype, self._device)
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        frame = PagedFrame(self._pool, plan, self._backend, on_layer)
+        with entered(frame):
+            output = self._module(
+                input_ids=torch.tensor([token_ids], device=self._device),
+                position_ids=plan.positions[None],
+                use_cache=False,
+                logits_to_keep=self._last_rows(rows, sampled),
+            )
+        self.num_forwards += 1
+        if frame.num_calls != self._pool.layout.num_layers:
+            raise InternalError(
+                f"{frame.num_calls} attention calls in a forward, {self._pool.layout.num_layers} at load"
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _last_rows(self, rows: Sequence[ChunkRows], sampled: Sequence[bool]) -> Tensor:
+        last, row = [], -1
+        for chunk, is_sampled in zip(rows, sampled, strict=True):
+            row += chunk.num_rows
+            if is_sampled:
+                last.append(row)
+        return torch.tensor(last, dtype=torch.int64, device=self._device)

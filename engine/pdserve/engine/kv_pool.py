@@ -1,0 +1,65 @@
+"""The tensors of a paged KV pool: per layer one for keys and one for values, allocated once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdserve.core.layout import KvLayout
+from pdserve.kernels.wire_pack import pack_layers, unpack_layers
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KvPool:
+    """KV of `num_blocks` blocks of `block_size` positions, in `layout.dtype`, on `device`.
+
+    A slot is one position: `block_id * block_size + offset`.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        dtype = TORCH_DTYPES[layout.dtype]
+        slots = num_blocks * block_size
+        # Zeroed, not empty: the memory is then committed now, not in the middle of a request.
+        self._caches = [
+            (
+                torch.zeros(slots, shape.num_kv_heads, shape.key_dim, dtype=dtype, device=device),
+                torch.zeros(slots, shape.num_kv_heads, shape.value_dim, dtype=dtype, device=device),
+            )
+            for shape in layout.layers
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.num_blocks * self.block_size * self.layout.token_bytes
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys `[slots, kv_heads, key_dim]` and values `[slots, kv_heads, value_dim]` of a layer."""
+        return self._caches[layer]
+
+    def slots(self, block_ids: Sequence[int], positions: range) -> Tensor:
+        """Return the slots of `positions` (step 1) of a sequence with that block table; int64."""
+        first, last = positions.start // self.block_size, -(-positions.stop // self.block_size)
+        blocks = torch.tensor(block_ids[first:last], dtype=torch.int64)
+        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+        offset = positions.start - first * self.block_size
+        return slots[offset : offset + len(positions)]
+
+    def pack(self, layers: range, slots: Tensor, into: memoryview) -> None:
+        """Write the wire form of `slots` in `layers` into `into`; ValueError if its size is wrong."""
+        pack_layers([self._caches[layer] for layer in layers], slots, into)
+
+    def unpack(self, layers: range, slots: Tensor, payload: memoryview) -> None:
+        """Write the wire form in `payload` into `slots` of `layers`; ValueError if its size is wrong."""
+        unpack_layers([self._caches[layer] for layer in layers], slots, payload)
+
+    def poison(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN, so that whoever reads freed blocks is found out. For tests, as `BlockPool(on_free=…)`."""
+        slots = self.slots(block_ids, range(len(block_ids) * self.block_size))
+        for pair in self._caches:
+            for cache in pair:
+                cache[slots] = float("nan")
