@@ -1,0 +1,189 @@
+"""What a supervised cluster does, as events, and the two ways to show them: lines for people, JSON lines for programs."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Protocol, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from pdserve.cli.report import write_json
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the cluster."""
+
+    kind: ClassVar[str] = ""
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing(Event):
+    """A model is being made ready; `fraction` of the stage, 0 to 1."""
+
+    kind: ClassVar[str] = "preparing"
+    model: str
+    stage: str
+    fraction: float
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f"model {self.model}: {self.stage} {self.fraction:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """A process listens. `addresses` has "grpc" and, for decode nodes, "kv"."""
+
+    kind: ClassVar[str] = "started"
+    name: str
+    role: str
+    pid: int
+    addresses: Mapping[str, str]
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        where = ", ".join(f"{name} {address}" for name, address in self.addresses.items())
+        return f"{self.name} started: {where} (pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Event):
+    """The cluster is not ready yet, and what for."""
+
+    kind: ClassVar[str] = "waiting"
+    waited_s: float
+    reason: str
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f"waiting ({self.waited_s:.0f} s): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Event):
+    """The router serves."""
+
+    kind: ClassVar[str] = "ready"
+    address: str
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f'ready: pdserve generate --server {self.address} "Once upon a time"'
+
+
+@dataclass(frozen=True, slots=True)
+class Exited(Event):
+    """A process ended, wanted or not. `status` is its exit status, negative for a signal."""
+
+    kind: ClassVar[str] = "exited"
+    name: str
+    role: str
+    pid: int
+    status: int
+    reason: str
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f"{self.name} (pid {self.pid}) {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Restarting(Event):
+    """A process that died is started again at its old address."""
+
+    kind: ClassVar[str] = "restarting"
+    name: str
+    delay_s: float
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f"{self.name} starts again in {self.delay_s:g} s, at the same port; the router reconnects by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Draining(Event):
+    """The cluster takes no new work and finishes what it has."""
+
+    kind: ClassVar[str] = "draining"
+    within_s: float
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return f"draining within {self.within_s:g} s; press Ctrl-C again to stop at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event):
+    """No process of the cluster is left. `drained` says whether all ended by themselves."""
+
+    kind: ClassVar[str] = "stopped"
+    drained: bool
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return "stopped" if self.drained else "stopped before everything had drained"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """The cluster ended because it could not go on."""
+
+    kind: ClassVar[str] = "failed"
+    message: str
+    exit_code: int
+
+    def line(self) -> str:
+        """Return the event as a line for people."""
+        return self.message
+
+
+class Reporter(Protocol):
+    """Shows events, and the log lines of processes."""
+
+    def event(self, event: Event) -> None:
+        """Show one event."""
+
+    def log(self, name: str, line: str) -> None:
+        """Show one line that process `name` wrote."""
+
+
+class JsonReporter:
+    """Events as JSON lines on standard output, log lines with their process's name on standard error."""
+
+    def event(self, event: Event) -> None:
+        """Show one event."""
+        write_json({"event": event.kind, **asdict(event)})
+
+    def log(self, name: str, line: str) -> None:
+        """Show one line that process `name` wrote."""
+        sys.stderr.write(f"{name} | {line}\n")
+        sys.stderr.flush()
+
+
+class ConsoleReporter:
+    """One stream for people: a coloured prefix per process, events under the name `pdserve`."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._colours: dict[str, str] = {"pdserve": "bold"}
+
+    def event(self, event: Event) -> None:
+        """Show one event."""
+        style = {"exited": "bold red", "restarting": "bold red", "ready": "bold green"}.get(event.kind, "bold")
+        self._line("pdserve", Text(event.line(), style=style))
+
+    def log(self, name: str, line: str) -> None:
+        """Show one line that process `name` wrote."""
+        self._line(name, Text(line))
+
+    def _line(self, name: str, text: Text) -> None:
+        colour = self._colours.setdefault(name, COLOURS[(len(self._colours) - 1) % len(COLOURS)])
+        self._console.print(Text.assemble((f"{name:<10}│ ", colour), text))

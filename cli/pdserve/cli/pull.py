@@ -1,0 +1,27 @@
+"""`pdserve pull`: get a model ready before it is needed."""
+
+import shutil
+from typing import Annotated
+
+import typer
+
+from pdserve.core.models import ALIASES, prepared_dir
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help="Built-in alias, or a Hugging Face model folder to check.")],
+    force: Annotated[bool, typer.Option("--force", help="Prepare again, even if it is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Fetch, verify and convert a model into the user's cache. A second run only says where it is."""
+    from pdserve.cli.model_steps import ProgressBars, ready_model
+    from pdserve.cli.report import output, write_json
+
+    if force and model in ALIASES:
+        shutil.rmtree(prepared_dir(ALIASES[model]), ignore_errors=True)
+    with ProgressBars() as progress:
+        folder = ready_model(model, progress)
+    if as_json:
+        write_json({"model": model, "folder": str(folder)})
+    else:
+        output().print(f"{model} is ready: {folder}", soft_wrap=True)

@@ -1,0 +1,76 @@
+"""How commands speak: results on standard output, errors as one red line and a hint on standard error."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from pdserve.cli.exit_codes import exit_code_of
+from pdserve.core.errors import Cancelled, PdserveError
+
+T = TypeVar("T")
+
+
+def is_debug() -> bool:
+    """Whether tracebacks are wanted: PDSERVE_DEBUG=1, which `--debug` sets."""
+    return os.environ.get("PDSERVE_DEBUG") == "1"
+
+
+def output() -> Console:
+    """Return the console of results. Never wraps what a pipe reads."""
+    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+
+
+def errors_output() -> Console:
+    """Return the console of errors and progress."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def show_error(message: str, hint: str = "") -> None:
+    """Show one error: a red line, the rest of its lines as they are, and what to do."""
+    console = errors_output()
+    first, _, rest = message.partition("\n")
+    console.print(Text.assemble(("error: ", "bold red"), (first, "red")))
+    if rest:
+        console.print(Text(rest))
+    if hint:
+        console.print(Text.assemble(("hint: ", "bold"), hint))
+
+
+def message_of(error: PdserveError) -> str:
+    """Return the message, with the field at fault where it is not named already."""
+    named = not error.field or error.field in error.message
+    return error.message if named else f"{error.field}: {error.message}"
+
+
+def write_json(value: object) -> None:
+    """Write one JSON line to standard output and flush it."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str) + "\n")
+    sys.stdout.flush()
+
+
+def error_as_json(error: PdserveError) -> dict[str, object]:
+    """Return `error` as the object that `--json` prints."""
+    return {
+        "event": "error",
+        "reason": error.reason,
+        "message": error.message,
+        "hint": error.hint,
+        "field": error.field,
+        "retry_after_s": error.retry_after_s,
+        "metadata": error.metadata,
+        "exit_code": int(exit_code_of(error)),
+    }
+
+
+def run_async(main: Coroutine[object, object, T]) -> T:
+    """Run `main` to its end. Raises Cancelled for Ctrl-C, after `main` was cancelled and cleaned up."""
+    try:
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        raise Cancelled("interrupted") from None

@@ -1,0 +1,71 @@
+"""`pdserve router`, `pdserve prefill`, `pdserve decode`: one process each, as a pod would run it."""
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pdserve.core.errors import Cancelled
+from pdserve.core.logs import set_up_logs
+from pdserve.core.settings import (
+    DecodeSettings,
+    NodeSettings,
+    PrefillSettings,
+    ProcessSettings,
+    RouterSettings,
+    load_settings,
+)
+
+S = TypeVar("S", bound=ProcessSettings)
+
+
+def run_router(given: Mapping[str, Any], config: Path | None) -> None:
+    """Run a router until it is told to stop."""
+    settings = load_settings(RouterSettings, given, config)
+    set_up_logs("router", settings.log_format, settings.log_level)
+    from pdserve.router.server import serve
+
+    run_service(serve, settings)
+
+
+def run_prefill(given: Mapping[str, Any], config: Path | None) -> None:
+    """Run a prefill node until it is told to stop."""
+    settings = load_settings(PrefillSettings, given, config)
+    set_up_logs("prefill", settings.log_format, settings.log_level)
+    limit_threads(settings)
+    from pdserve.prefill_node.server import serve
+
+    run_service(serve, settings)
+
+
+def run_decode(given: Mapping[str, Any], config: Path | None) -> None:
+    """Run a decode node until it is told to stop."""
+    settings = load_settings(DecodeSettings, given, config)
+    set_up_logs("decode", settings.log_format, settings.log_level)
+    limit_threads(settings)
+    from pdserve.decode_node.server import serve
+
+    run_service(serve, settings)
+
+
+def limit_threads(settings: NodeSettings) -> None:
+    """Tell OpenMP how many threads there are; it reads this once, when torch is imported.
+
+    With several threads waiting must not spin: on a busy machine a spinning barrier turns milliseconds into seconds.
+    """
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
+    if settings.threads > 1:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def run_service(serve: Callable[[S], Awaitable[None]], settings: S) -> None:
+    """Run a service's coroutine on uvloop to its end."""
+    import uvloop
+
+    async def main() -> None:
+        await serve(settings)
+
+    try:
+        uvloop.run(main())
+    except KeyboardInterrupt:
+        raise Cancelled("interrupted before the service could take the signal") from None

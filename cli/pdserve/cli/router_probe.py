@@ -1,0 +1,32 @@
+"""Asks a starting router what it still waits for."""
+
+from pdserve.client.client import Client
+from pdserve.core.errors import PdserveError
+
+
+class RouterProbe:
+    """A question that may be asked again and again; close it at the end."""
+
+    def __init__(self) -> None:
+        self._client: Client | None = None
+
+    async def __call__(self, address: str) -> str:
+        """Return "" when the router at `address` serves, else what it waits for."""
+        if self._client is None or self._client.address != address:
+            await self.close()
+            self._client = Client(address)
+        if await self._client.is_ready():
+            return ""
+        try:
+            state = await self._client.cluster_state()
+        except PdserveError as error:
+            return str(error)
+        late = [node for node in state.nodes if node.state != "ready"]
+        told = [f"{node.address} {node.state}" + (f" ({node.reason})" if node.reason else "") for node in late]
+        return "; ".join(told) or "the router is not ready yet"
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None

@@ -1,0 +1,101 @@
+"""The life of a supervised cluster in one call: run it, notice stop signals, drain, and leave nothing behind."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+from pdserve.cli.events import Draining, Reporter, Stopped
+from pdserve.cli.exit_codes import ExitCode
+from pdserve.cli.supervisor import Supervisor
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FAILED_DRAIN_S = 5.0
+"""Time to drain in when the cluster ends because of a failure."""
+
+
+class StopSignals:
+    """The first stop signal asks for a drain, the second for an end."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def take(self) -> None:
+        """Count one signal."""
+        (self.second if self.first.is_set() else self.first).set()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Listen for stop signals while the context is open."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self.take)
+        try:
+            yield
+        finally:
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+async def supervise(
+    supervisor: Supervisor,
+    reporter: Reporter,
+    drain_s: float,
+    work: Callable[[], Awaitable[None]] | None = None,
+) -> ExitCode:
+    """Run a cluster until a stop signal, a failure, or the end of `work`, which starts when the cluster is ready.
+
+    Returns OK after a drain and INTERRUPTED if a second signal cut it short. Raises what ended the cluster or the work. No
+    process is left on any path.
+    """
+    stop = StopSignals()
+    is_ready = asyncio.Event()
+
+    async def work_when_ready() -> None:
+        await is_ready.wait()
+        assert work is not None
+        await work()
+
+    with stop.installed():
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(supervisor.run(is_ready.set), name="cluster"),
+            asyncio.create_task(stop.first.wait(), name="first stop signal"),
+        ]
+        if work is not None:
+            tasks.append(asyncio.create_task(work_when_ready(), name="work"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await end_tasks(tasks)
+            failures = [error for task in done if (error := task.exception()) is not None]
+            code = await drain(supervisor, reporter, min(drain_s, FAILED_DRAIN_S) if failures else drain_s, stop)
+        finally:
+            await end_tasks(tasks)
+            await supervisor.kill()
+    if failures:
+        raise failures[0]
+    return code
+
+
+async def drain(supervisor: Supervisor, reporter: Reporter, within_s: float, stop: StopSignals) -> ExitCode:
+    """Drain within the time given, or until the second stop signal; kill what is left then."""
+    reporter.event(Draining(within_s))
+    draining = asyncio.create_task(supervisor.drain(within_s), name="drain")
+    second = asyncio.create_task(stop.second.wait(), name="second stop signal")
+    try:
+        await asyncio.wait([draining, second], return_when=asyncio.FIRST_COMPLETED)
+        is_cut_short = not draining.done()
+        has_drained = False if is_cut_short else draining.result()
+    finally:
+        await end_tasks([draining, second])
+        await supervisor.kill()
+    reporter.event(Stopped(has_drained))
+    return ExitCode.INTERRUPTED if is_cut_short else ExitCode.OK if has_drained else ExitCode.FAILED
+
+
+async def end_tasks(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end; their results stay readable."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

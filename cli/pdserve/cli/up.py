@@ -1,0 +1,97 @@
+"""`pdserve up`: a local cluster, supervised."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
+from pdserve.cli.events import ConsoleReporter, Failed, JsonReporter, Preparing, Reporter
+from pdserve.cli.model_steps import OnStep, in_steps, ready_model
+from pdserve.cli.report import run_async, show_error
+from pdserve.cli.supervision import supervise
+from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor, refuse_busy_port
+from pdserve.core.models import DEFAULT_MODEL
+
+Text = str | None
+
+
+def up(
+    model: Annotated[Text, typer.Option(help=f"Alias or model folder. Default: {DEFAULT_MODEL}.")] = None,
+    prefill: Annotated[int, typer.Option(min=1, max=64, envvar="PDSERVE_UP_PREFILL", help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, envvar="PDSERVE_UP_DECODE", help="Decode nodes.")] = 1,
+    port: Annotated[Text, typer.Option(metavar="INTEGER", help="Router's port; 0: a free one. Default: 50051.")] = None,
+    threads: Annotated[Text, typer.Option(metavar="INTEGER", help="Engine threads of every node.")] = None,
+    block_size: Annotated[Text, typer.Option(metavar="INTEGER", help="Token positions per KV block.")] = None,
+    kv_blocks: Annotated[Text, typer.Option(metavar="INTEGER", help="KV blocks of every node.")] = None,
+    max_model_len: Annotated[Text, typer.Option(metavar="INTEGER", help="Longest prompt plus answer, tokens.")] = None,
+    dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    drain_s: Annotated[Text, typer.Option(metavar="SECONDS", help="Time to finish accepted work at the end.")] = None,
+    log_format: Annotated[Text, typer.Option(help="text or json: log lines of the processes.")] = None,
+    log_level: Annotated[Text, typer.Option(help="debug, info, warning or error.")] = None,
+    hold_at: Annotated[Text, typer.Option(hidden=True, help="Test hook STAGE[:N].")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="[ROLE.]NAME=VALUE", help="Any setting of `pdserve router|prefill|decode`."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines; logs on standard error.")] = False,
+) -> None:
+    """Run a local cluster: a router, prefill nodes and decode nodes, until Ctrl-C.
+
+    The first Ctrl-C or SIGTERM drains, the second stops at once. A process that dies is started again at the same port.
+    """
+    shared, by_role = parse_sets(sets or [])
+    named = {
+        "model": model,
+        "port": port,
+        "threads": threads,
+        "block_size": block_size,
+        "kv_blocks": kv_blocks,
+        "max_model_len": max_model_len,
+        "dtype": dtype,
+        "drain_s": drain_s,
+        "log_format": log_format,
+        "log_level": log_level,
+        "hold_at": hold_at,
+    }
+    options = ClusterOptions(
+        prefill, decode, shared | {n: v for n, v in named.items() if v is not None}, by_role, config
+    )
+    raise typer.Exit(run_cluster(options, as_json=as_json))
+
+
+def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
+    """Prepare the models, run the cluster, and return the exit status."""
+    plan, models = plan_cluster(options)
+    refuse_busy_port(plan.host, plan.port)
+    reporter = JsonReporter() if as_json else ConsoleReporter()
+    for model in models:
+        ready_model(model, preparing(model, reporter))
+    try:
+        return run_async(run_plan(plan, reporter))
+    except ClusterFailed as error:
+        if as_json:
+            reporter.event(Failed(str(error), error.exit_code))
+        show_error(str(error))
+        return error.exit_code
+
+
+def preparing(model: str, reporter: Reporter) -> OnStep:
+    """Return a receiver of steps that reports them as events."""
+
+    def tell(stage: str, fraction: float) -> None:
+        reporter.event(Preparing(model, stage, fraction))
+
+    return in_steps(tell)
+
+
+async def run_plan(plan: ClusterPlan, reporter: Reporter) -> int:
+    """Run the processes of `plan` until a stop signal or a failure."""
+    from pdserve.cli.router_probe import RouterProbe
+
+    probe = RouterProbe()
+    try:
+        return await supervise(Supervisor(plan, reporter, probe), reporter, plan.drain_s)
+    finally:
+        await probe.close()
