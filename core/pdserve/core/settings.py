@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.hold import parse_hold
 from pdserve.core.models import DEFAULT_MODEL
 
 WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - compared with, never bound
@@ -75,18 +76,28 @@ class ProcessSettings(BaseSettings):
             raise ValueError("must not be empty")
         return host
 
+    @field_validator("hold_at")
+    @classmethod
+    def _hold_is_known_and_allowed(cls, hold_at: str | None) -> str | None:
+        try:
+            parse_hold(hold_at)
+        except ConfigError as error:
+            raise ValueError(error.faults[0].removeprefix("hold_at: ")) from None
+        return hold_at
+
     @model_validator(mode="after")
     def _is_reachable_and_guarded(self) -> Self:
+        faults = []
         if self.advertise is not None and self.advertise in WILDCARD_HOSTS:
-            raise ValueError(
-                f"advertise: {self.advertise!r} is no address that others can reach; give a host name or IP"
-            )
+            faults.append(f"advertise: {self.advertise!r} is no address that others can reach; give a host name or IP")
         if self.host in WILDCARD_HOSTS and self.advertise is None:
-            raise ValueError("advertise: required when listening on all addresses; give the host that others reach")
+            faults.append("advertise: required when listening on all addresses; give the host that others reach")
         if self.beat_s * 2 > self.lease_s:
-            raise ValueError("lease_s: must be at least twice beat_s")
+            faults.append("lease_s: must be at least twice beat_s")
         if self.needs_secret and self.cluster_secret is None:
-            raise ValueError("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
+            faults.append("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
     @property
@@ -197,11 +208,12 @@ class DecodeSettings(NodeSettings):
     )
     growth_blocks: int = Field(1, ge=0, description="Blocks kept free per running sequence when another is let in.")
 
-    @model_validator(mode="after")
-    def _kv_is_reachable(self) -> Self:
-        if self.kv_advertise is not None and self.kv_advertise in WILDCARD_HOSTS:
-            raise ValueError(f"kv_advertise: {self.kv_advertise!r} is no address that others can reach")
-        return self
+    @field_validator("kv_advertise")
+    @classmethod
+    def _kv_is_reachable(cls, kv_advertise: str | None) -> str | None:
+        if kv_advertise is not None and kv_advertise in WILDCARD_HOSTS:
+            raise ValueError(f"{kv_advertise!r} is no address that others can reach")
+        return kv_advertise
 
 
 def load_settings(kind: type[T], given: Mapping[str, Any], config: Path | None = None) -> T:
@@ -216,7 +228,23 @@ def load_settings(kind: type[T], given: Mapping[str, Any], config: Path | None =
     try:
         return kind(**values)
     except ValidationError as error:
-        raise ConfigError([_fault(detail) for detail in error.errors()]) from None
+        raise ConfigError(_faults(kind, values, error)) from None
+
+
+def _faults(kind: type[ProcessSettings], values: Mapping[str, Any], error: ValidationError) -> list[str]:
+    """Return every fault: those of single fields, then those between fields, found with the faulty ones at their defaults."""
+    details = error.errors()
+    faults = [fault for detail in details for fault in _fault(detail).split("\n")]
+    wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]} & kind.model_fields.keys()
+    if wrong:
+        defaults = {name: kind.model_fields[name].default for name in wrong}
+        known = {name: value for name, value in values.items() if name in kind.model_fields or name == "__file__"}
+        known["__file__"] = {name: value for name, value in values["__file__"].items() if name in kind.model_fields}
+        try:
+            kind(**(known | defaults))
+        except ValidationError as rest:
+            faults += [fault for detail in rest.errors() for fault in _fault(detail).split("\n")]
+    return faults
 
 
 def _read_file(path: Path, kind: type[ProcessSettings]) -> dict[str, Any]:
@@ -248,5 +276,5 @@ def _fault(detail: Mapping[str, Any]) -> str:
     if detail["type"] == "extra_forbidden":
         message = "unknown setting"
     given = detail.get("input")
-    shown = f" (given: {given!r})" if where and isinstance(given, str | int | float) else ""
+    shown = f" (given: {given!r})" if where and "secret" not in where and isinstance(given, str | int | float) else ""
     return f"{where}: {message}{shown}" if where else message
