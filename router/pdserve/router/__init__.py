@@ -1,1 +1,6 @@
-"""Placeholder."""
+"""The front door: from a client's request to submits on two nodes, and from their tokens back to a streamed answer.
+
+Steps of the walk that stand here, in order: `server`, `validation`, `admission`, `tokenizer`, `placement`, then (after the
+nodes) `session`, `output` with `detokenizer` and `stops`, `mailbox`, `server` again. `membership` and `attach` keep one
+stream to every node. The room never imports torch, and keeps no state that must survive it.
+"""
