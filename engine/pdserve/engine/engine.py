@@ -112,28 +112,26 @@ class Engine:
         `on_layer(l)` is called, in this thread, when layer l's keys and values of this step lie in the pool and before the
         next layer runs. Raises ValueError for a chunk that does not fit its block table, the pool or the model's length.
         """
-        if self._is_stepping:
-            raise InternalError("a step began while another was running")
-        for chunk in chunks:
-            self._check(chunk)
         if not chunks:
             return StepResult(())
+        rows = [
+            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index) for chunk in chunks if chunk.sampling is not None
+        ]
+        with torch.inference_mode():
+            drawn = iter(sample(self.logits(chunks, on_layer), rows))
+        return StepResult(tuple(None if chunk.sampling is None else next(drawn) for chunk in chunks))
+
+    def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Do as `step`, but return the logits [chunks with sampling, vocabulary] and draw nothing."""
+        for chunk in chunks:
+            self._check(chunk)
+        if self._is_stepping:
+            raise InternalError("a step began while another was running")
         self._is_stepping = True
         try:
-            return self._step(chunks, on_layer)
+            return self._forward.logits(chunks, [chunk.sampling is not None for chunk in chunks], on_layer)
         finally:
             self._is_stepping = False
-
-    @torch.inference_mode()
-    def _step(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> StepResult:
-        logits = self._forward.logits(chunks, [chunk.sampling is not None for chunk in chunks], on_layer)
-        rows = [
-            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index)
-            for chunk in chunks
-            if chunk.sampling is not None
-        ]
-        drawn = iter(sample(logits, rows))
-        return StepResult(tuple(None if chunk.sampling is None else next(drawn) for chunk in chunks))
 
     def pack(self, layers: range, block_ids: Sequence[int], positions: range, into: memoryview) -> None:
         """Write the wire form of `positions` of the sequence with that block table, in `layers`, into `into`.

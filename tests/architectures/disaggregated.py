@@ -1,0 +1,126 @@
+"""A reference's prompts computed by two engines: one prefills in mixed chunks, one decodes, the KV goes between them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.core.layout import num_blocks_for
+from pdserve.core.work import Sampling
+from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.blocks import BlockLease, BlockPool
+from pdserve.engine.engine import Engine
+from pdserve.engine.loading import LoadedModel
+from tests.architectures.handover import hand_over
+from tests.architectures.reference import NUM_NEW_TOKENS, Reference
+
+PREFILL_BLOCK_SIZE = 4
+DECODE_BLOCK_SIZE = 7
+CHUNK_TOKENS = 4
+NUM_BLOCKS = 40
+GREEDY = Sampling()
+TOLERANCE = 1e-3
+
+
+@dataclass
+class Side:
+    """One engine with the books of its blocks, and a lease per prompt."""
+
+    engine: Engine
+    pool: BlockPool
+    leases: list[BlockLease]
+
+
+def run(model: LoadedModel, reference: Reference) -> tuple[list[list[int]], list[Tensor]]:
+    """Return tokens and logits per prompt, as `Reference` holds them."""
+    prefill = _side(model, PREFILL_BLOCK_SIZE, reference)
+    decode = _side(model, DECODE_BLOCK_SIZE, reference)
+    rows = _prefill(prefill, reference.prompts)
+    tokens = [[int(row.argmax())] for row in rows]
+    for index, prompt in enumerate(reference.prompts):
+        hand_over(
+            prompt,
+            tokens[index][0],
+            prefill.engine,
+            prefill.leases[index].block_ids,
+            decode.engine,
+            decode.leases[index].block_ids,
+        )
+    logits = [[row] for row in rows]
+    _decode(decode, reference.prompts, tokens, logits)
+    for side in (prefill, decode):
+        for lease in side.leases:
+            lease.release()
+        side.pool.check_invariants()
+        assert side.pool.num_free == NUM_BLOCKS
+    return tokens, [torch.stack(rows) for rows in logits]
+
+
+def disagreement(model: LoadedModel, reference: Reference) -> str | None:
+    """Return how the engines differ from the reference, or None if tokens are equal and logits within `TOLERANCE`."""
+    tokens, logits = run(model, reference)
+    for index, expected in enumerate(reference.tokens):
+        for step in range(NUM_NEW_TOKENS):
+            distance = float((logits[index][step] - reference.logits[index][step]).abs().max())
+            if not distance <= TOLERANCE:
+                return f"prompt {index}, token {step}: logits differ by {distance:.4g}"
+            if tokens[index][step] != expected[step]:
+                return f"prompt {index}, token {step}: {tokens[index][step]} instead of {expected[step]}"
+    return None
+
+
+def _side(model: LoadedModel, block_size: int, reference: Reference) -> Side:
+    engine = Engine(model, dtype="float32", device="cpu", block_size=block_size, num_blocks=NUM_BLOCKS)
+    pool = BlockPool(NUM_BLOCKS, on_free=engine.poison)
+    # Blocks taken and freed first: they now hold NaN, and come back in another order.
+    pool.lease(NUM_BLOCKS, "poison").release()
+    sizes = [num_blocks_for(len(prompt) + NUM_NEW_TOKENS, block_size) for prompt in reference.prompts]
+    leases = [pool.lease(0, f"prompt {index}") for index in range(len(sizes))]
+    for _ in range(max(sizes)):
+        for lease, size in zip(leases, sizes, strict=True):
+            if len(lease.block_ids) < size:
+                lease.extend(1)  # one in turn, so that no sequence has consecutive blocks
+    return Side(engine, pool, leases)
+
+
+def _prefill(side: Side, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Compute all prompts in chunks, several prompts per step; return the logits after each prompt."""
+    done = [0] * len(prompts)
+    rows: list[Tensor | None] = [None] * len(prompts)
+    while any(row is None for row in rows):
+        chunks, finishing = [], []
+        for index, prompt in enumerate(prompts):
+            stop = min(len(prompt), done[index] + CHUNK_TOKENS)
+            if stop == done[index]:
+                continue
+            is_last = stop == len(prompt)
+            blocks = side.leases[index].block_ids
+            chunks.append(SequenceChunk(prompt[done[index] : stop], done[index], blocks, GREEDY if is_last else None))
+            if is_last:
+                finishing.append(index)
+            done[index] = stop
+        for index, row in zip(finishing, _one_forward(side.engine, chunks), strict=True):
+            rows[index] = row
+    return [row for row in rows if row is not None]
+
+
+def _decode(side: Side, prompts: Sequence[tuple[int, ...]], tokens: list[list[int]], logits: list[list[Tensor]]) -> None:
+    for _ in range(NUM_NEW_TOKENS - 1):
+        chunks = [
+            SequenceChunk((tokens[index][-1],), len(prompt) + len(tokens[index]) - 1, side.leases[index].block_ids, GREEDY)
+            for index, prompt in enumerate(prompts)
+        ]
+        for index, row in enumerate(_one_forward(side.engine, chunks)):
+            logits[index].append(row)
+            tokens[index].append(int(row.argmax()))
+
+
+def _one_forward(engine: Engine, chunks: list[SequenceChunk]) -> list[Tensor]:
+    """Run a step; the layers must be reported as written in order, each once, in one forward."""
+    before, written = engine.num_forwards, list[int]()
+    report: Callable[[int], None] = written.append
+    rows = engine.logits(chunks, report)
+    assert engine.num_forwards == before + 1
+    assert written == list(range(engine.layout.num_layers))
+    return list(rows)
