@@ -1,8 +1,10 @@
 """What each role puts behind the Attach stream: a desk that takes legs, on the event loop's thread only."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.core.errors import InternalError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation, LegKey
 from pdserve.core.work import Work
@@ -87,3 +89,14 @@ class Desk(Protocol):
     def close(self) -> None:
         """Stop threads and sockets. Every leg has been released or abandoned."""
         ...
+
+
+def violations(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """Run every check and return what those that raised had to say."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except (InternalError, AssertionError) as error:
+            found.append(str(error))
+    return found

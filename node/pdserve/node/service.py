@@ -96,7 +96,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
 
     async def GetState(  # noqa: N802 - the contract's name
         self,
-        request: node_pb2.GetStateRequest,
+        request: node_pb2.GetStateRequest,  # noqa: ARG002 - it has no parameters
         context: Context,
     ) -> node_pb2.GetStateResponse:
         """Return the debug dump."""

@@ -1,0 +1,57 @@
+"""Runs a planned step on the engine, in the engine's thread, and marks every layer ready the moment it is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.core.clock import Clock
+from pdserve.core.ids import TransferId
+from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.engine import Engine
+from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
+
+MarkReady = Callable[[TransferId, range, range], None]
+"""Given (transfer, layers, token positions): these lie in the pool now."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step's results: per chunk the sampled (token id, log-probability) or None, and how long it took."""
+
+    sampled: tuple[tuple[int, float] | None, ...]
+    compute_s: float
+
+
+class PrefillWorker:
+    """Executes step plans. `execute` runs in the engine's thread and touches nothing but the engine and `mark_ready`."""
+
+    def __init__(self, engine: Engine, mark_ready: MarkReady, clock: Clock) -> None:
+        self._engine, self._mark_ready, self._clock = engine, mark_ready, clock
+
+    def execute(self, plan: StepPlan) -> StepRecord:
+        """Run one forward pass over the plan's chunks."""
+        started_s = self._clock.now_s()
+        handed_over = [
+            (chunk.job.work.transfer_id, chunk.tokens)
+            for chunk in plan.chunks
+            if chunk.job.work.transfer_id is not None
+        ]
+
+        def on_layer(layer: int) -> None:
+            for transfer_id, tokens in handed_over:
+                self._mark_ready(transfer_id, range(layer, layer + 1), tokens)
+
+        result = self._engine.step([_chunk(planned) for planned in plan.chunks], on_layer)
+        return StepRecord(result.tokens, self._clock.now_s() - started_s)
+
+
+def _chunk(planned: PlannedChunk) -> SequenceChunk:
+    work, lease = planned.job.work, planned.job.lease
+    assert lease is not None, "a planned prompt holds blocks"
+    tokens = planned.tokens
+    return SequenceChunk(
+        token_ids=work.context_ids[tokens.start : tokens.stop],
+        start=tokens.start,
+        block_ids=lease.block_ids,
+        sampling=work.sampling if planned.samples else None,
+        next_index=work.next_index,
+    )
