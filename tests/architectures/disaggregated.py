@@ -105,10 +105,14 @@ def _prefill(side: Side, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [row for row in rows if row is not None]
 
 
-def _decode(side: Side, prompts: Sequence[tuple[int, ...]], tokens: list[list[int]], logits: list[list[Tensor]]) -> None:
+def _decode(
+    side: Side, prompts: Sequence[tuple[int, ...]], tokens: list[list[int]], logits: list[list[Tensor]]
+) -> None:
     for _ in range(NUM_NEW_TOKENS - 1):
         chunks = [
-            SequenceChunk((tokens[index][-1],), len(prompt) + len(tokens[index]) - 1, side.leases[index].block_ids, GREEDY)
+            SequenceChunk(
+                (tokens[index][-1],), len(prompt) + len(tokens[index]) - 1, side.leases[index].block_ids, GREEDY
+            )
             for index, prompt in enumerate(prompts)
         ]
         for index, row in enumerate(_one_forward(side.engine, chunks)):

@@ -62,7 +62,8 @@ def compute(model: LoadedModel, seed: int) -> Reference:
     return Reference(
         prompts=tuple(tuple(prompt[0].tolist()) for prompt in prompts),
         tokens=tuple(
-            tuple(answer.sequences[0, prompt.shape[1] :].tolist()) for prompt, answer in zip(prompts, answers, strict=True)
+            tuple(answer.sequences[0, prompt.shape[1] :].tolist())
+            for prompt, answer in zip(prompts, answers, strict=True)
         ),
         logits=logits,
         margin=min(float((top[:, 0] - top[:, 1]).min()) for top in best),

@@ -67,7 +67,8 @@ ARCHITECTURES = [
     Tiny("gemma3_text", SLIDING | {"query_pre_attn_scalar": 16}, WINDOWED),
     Tiny(
         "gemma4_text",
-        SLIDING | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
+        SLIDING
+        | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
         WINDOWED,
     ),
     Tiny("phi"),
@@ -91,7 +92,10 @@ ARCHITECTURES = [
     Tiny("smollm3", SLIDING | {"use_sliding_window": True}, WINDOWED),
     Tiny("glm"),
     Tiny("glm4"),
-    Tiny("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
+    Tiny(
+        "glm4_moe",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+    ),
     Tiny("starcoder2", EVERY_WINDOW, WINDOWED),
     Tiny("gpt_neox"),
     Tiny("gpt2"),
@@ -112,16 +116,16 @@ def build(tiny: Tiny, seed: int) -> LoadedModel:
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[tiny.model_type](**(COMMON | tiny.extra))
     check_config(config)
-    module: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    factory: Any = AutoModelForCausalLM
+    module = factory.from_config(config, attn_implementation=ATTENTION_NAME)
     module = module.float().eval()
     module.generation_config.eos_token_id = None
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name.endswith("sinks"):
                 weight.uniform_(0.5, 2.0)
-            elif "attn" in name or "attention" in name:
-                if weight.ndim >= 2:
-                    weight.mul_(ATTENTION_SCALE)
+            elif ("attn" in name or "attention" in name) and weight.ndim >= 2:
+                weight.mul_(ATTENTION_SCALE)
         module.get_output_embeddings().weight.mul_(OUTPUT_SCALE)
     text = text_config(config)
     return LoadedModel(
