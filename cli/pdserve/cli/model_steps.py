@@ -13,19 +13,20 @@ OnStep = Callable[[str, float], None]
 """Told the stage's name and its fraction done, 0 to 1."""
 
 
-def ready_model(model: str, on_step: OnStep) -> Path:
+def ready_model(model: str, on_step: OnStep, *, force: bool = False) -> Path:
     """Return the folder of `model`, fetched and converted if it is an alias that is not prepared yet.
 
-    Raises ModelUnavailable if it cannot be had. What is ready already costs no import of the engine.
+    `force` prepares an alias again. Raises ModelUnavailable if it cannot be had. What is ready already costs no import of the engine.
     """
-    try:
-        return resolve_model_dir(model)
-    except ModelUnavailable:
-        if model not in ALIASES:
-            raise
+    if not force or model not in ALIASES:
+        try:
+            return resolve_model_dir(model)
+        except ModelUnavailable:
+            if model not in ALIASES:
+                raise
     from pdserve.engine.prepare import prepare_model
 
-    return prepare_model(model, on_step)
+    return prepare_model(model, on_step, force=force)
 
 
 def in_steps(tell: OnStep, step: float = 0.1) -> OnStep:

@@ -1,11 +1,8 @@
 """`pdserve pull`: get a model ready before it is needed."""
 
-import shutil
 from typing import Annotated
 
 import typer
-
-from pdserve.core.models import ALIASES, prepared_dir
 
 
 def pull(
@@ -17,10 +14,8 @@ def pull(
     from pdserve.cli.model_steps import ProgressBars, ready_model
     from pdserve.cli.report import output, write_json
 
-    if force and model in ALIASES:
-        shutil.rmtree(prepared_dir(ALIASES[model]), ignore_errors=True)
     with ProgressBars() as progress:
-        folder = ready_model(model, progress)
+        folder = ready_model(model, progress, force=force)
     if as_json:
         write_json({"model": model, "folder": str(folder)})
     else:
