@@ -16,7 +16,8 @@ OnStep = Callable[[str, float], None]
 def ready_model(model: str, on_step: OnStep, *, force: bool = False) -> Path:
     """Return the folder of `model`, fetched and converted if it is an alias that is not prepared yet.
 
-    `force` prepares an alias again. Raises ModelUnavailable if it cannot be had. What is ready already costs no import of the engine.
+    `force` prepares an alias again. Raises ModelUnavailable if it cannot be had. What is ready already costs no import of
+    the engine.
     """
     if not force or model not in ALIASES:
         try:
