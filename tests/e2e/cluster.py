@@ -1,0 +1,235 @@
+"""Real router, prefill and decode processes on loopback, and the two oracles that close every test on them."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdserve.client import Answer, Client, Options
+from pdserve.client.answer import ClusterState
+from pdserve.client.request import Prompt
+from pdserve.rpc.options import channel_options
+from pdserve.v1 import node_pb2, node_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+START_S = 120.0
+POLL_S = 0.01
+
+LEAK_GAUGES = ("legs", "held", "outbox_bytes", "blocks.used", "blocks.reserved")
+"""Gauges of a node that are zero when nothing is under way; the corridor's are added by prefix."""
+
+
+@dataclass
+class Process:
+    """One service process. `grpc` is HOST:PORT."""
+
+    name: str
+    arguments: list[str]
+    log: Path
+    popen: "subprocess.Popen[bytes]"
+    grpc: str
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; with SIGKILL wait until the process is gone."""
+        self.popen.send_signal(number)
+        if number == signal.SIGKILL:
+            self.popen.wait(DEADLINE_S)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.popen.poll() is None
+
+
+@dataclass
+class Cluster:
+    """A running cluster. Made by `start_cluster`."""
+
+    model: str
+    folder: Path
+    router: Process = field(init=False)
+    nodes: dict[str, Process] = field(default_factory=dict)
+    client: Client = field(init=False)
+
+    async def node_state(self, name: str) -> node_pb2.GetStateResponse:
+        """Ask a node for its debug dump."""
+        async with grpc.aio.insecure_channel(self.nodes[name].grpc, options=channel_options()) as channel:
+            stub = node_pb2_grpc.NodeServiceStub(channel)
+            return await stub.GetState(node_pb2.GetStateRequest(), timeout=DEADLINE_S)
+
+    async def gauge(self, node: str, name: str) -> float:
+        """Return one gauge of a node."""
+        return (await self.node_state(node)).gauges[name]
+
+    async def answer(self, prompt: Prompt, options: Options | None = None) -> Answer:
+        """Stream a whole answer."""
+        answer = Answer()
+        async for part in self.client.generate(prompt, options):
+            answer.add(part)
+        return answer
+
+    async def until_held(self, node: str, number: int = 1) -> None:
+        """Wait until `number` requests stand at the node's hold."""
+
+        async def held() -> bool:
+            return await self.gauge(node, "held") >= number
+
+        await until(held, f"{number} requests held at {node}")
+
+    async def until_ready(self, num_nodes: int) -> None:
+        """Wait until the router sees that many ready nodes, and all their handshakes."""
+
+        async def ready() -> bool:
+            state = await self.client.cluster_state()
+            return sum(node.state == "ready" for node in state.nodes) >= num_nodes
+
+        await until(ready, f"{num_nodes} nodes are ready", START_S)
+
+    async def state(self) -> ClusterState:
+        """Return the router's view."""
+        return await self.client.cluster_state()
+
+    async def leak_oracle(self) -> None:
+        """Wait until nothing is under way anywhere, and fail by name on what stays."""
+        left: list[str] = []
+
+        async def clean() -> bool:
+            left[:] = await self._leaks()
+            return not left
+
+        try:
+            await until(clean, "nothing is under way")
+        except AssertionError:
+            pytest.fail("leaked: " + "; ".join(left))
+
+    async def _leaks(self) -> list[str]:
+        left = []
+        for name, process in self.nodes.items():
+            if not process.is_alive:
+                continue
+            state = await self.node_state(name)
+            gauges = dict(state.gauges)
+            left += [f"{name}: {violation}" for violation in state.violations]
+            watched = [*LEAK_GAUGES, *(gauge for gauge in gauges if gauge.startswith("kv.") and gauge.endswith("open"))]
+            left += [f"{name}: {gauge} = {gauges[gauge]:g}" for gauge in watched if gauges[gauge] != 0]
+            if gauges["blocks.free"] + gauges["blocks.cached"] != gauges["blocks.total"]:
+                left.append(f"{name}: {gauges['blocks.free']:g} of {gauges['blocks.total']:g} blocks are free")
+        state_of_router = await self.client.cluster_state()
+        left += [f"router: session {session}" for session in state_of_router.sessions]
+        left += [
+            f"router: {name} = {value:g}"
+            for name, value in state_of_router.gauges.items()
+            if name.startswith(("sessions", "queue", "mailbox", "legs")) and not name.endswith("_total") and value != 0
+        ]
+        return left
+
+    def logs(self) -> str:
+        """Return the end of every process's log."""
+        parts = []
+        for process in (*self.nodes.values(), self.router):
+            tail = process.log.read_text(errors="replace").splitlines()[-40:]
+            parts.append(f"--- {process.name} (exit {process.popen.poll()})\n" + "\n".join(tail))
+        return "\n".join(parts)
+
+    def start_node(self, role: str, name: str, *options: str, port: int = 0) -> Process:
+        """Start a prefill or decode node and return once it is bound."""
+        arguments = [role, "--model", self.model, "--port", str(port), *options]
+        self.nodes[name] = start_process(name, arguments, self.folder)
+        return self.nodes[name]
+
+    def start_router(self, *options: str) -> None:
+        """Start the router over all nodes that run now."""
+        arguments = ["router", "--model", self.model, "--port", "0", *options]
+        for process in self.nodes.values():
+            arguments += [f"--{process.arguments[0]}", process.grpc]
+        self.router = start_process("router", arguments, self.folder)
+        self.client = Client(self.router.grpc)
+
+    async def stop(self) -> None:
+        """Stop everything; whatever does not stop by itself is killed."""
+        await self.client.close()
+        processes = [self.router, *self.nodes.values()]
+        for process in processes:
+            if process.is_alive:
+                process.kill(signal.SIGTERM)
+        ends_s = time.monotonic() + 10
+        for process in processes:
+            try:
+                process.popen.wait(max(0.1, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def start_process(name: str, arguments: list[str], folder: Path) -> Process:
+    """Start `pdserve ARGUMENTS` and return once it told the addresses that it is bound to."""
+    log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=folder)[1])
+    reader, writer = os.pipe()
+    environment = os.environ | {"PDSERVE_TEST": "1", "PDSERVE_PARENT_PID": str(os.getpid())}
+    with log.open("wb") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.cli", *arguments, "--ready-fd", str(writer), "--drain-s", "2"],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            pass_fds=(writer,),
+            cwd=ROOT,
+        )
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        line = pipe.readline()
+    if not line:
+        popen.wait(DEADLINE_S)
+        pytest.fail(f"{name} did not start (exit {popen.returncode}):\n{log.read_text(errors='replace')[-3000:]}")
+    return Process(name, arguments, log, popen, json.loads(line)["grpc"])
+
+
+@asynccontextmanager
+async def start_cluster(
+    model: str | Path,
+    folder: Path,
+    *,
+    prefill: tuple[tuple[str, ...], ...] = ((),),
+    decode: tuple[tuple[str, ...], ...] = ((),),
+    router: tuple[str, ...] = (),
+) -> AsyncIterator[Cluster]:
+    """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
+    cluster = Cluster(str(model), folder)
+    try:
+        for number, options in enumerate(prefill):
+            cluster.start_node("prefill", f"prefill{number}", *options)
+        for number, options in enumerate(decode):
+            cluster.start_node("decode", f"decode{number}", *options)
+        cluster.start_router(*router)
+        await cluster.until_ready(len(prefill) + len(decode))
+        yield cluster
+    except BaseException:
+        if hasattr(cluster, "router"):
+            print(cluster.logs())  # noqa: T201 - pytest shows it with the failure
+        raise
+    finally:
+        if hasattr(cluster, "router"):
+            await cluster.stop()
+        for process in cluster.nodes.values():
+            if process.is_alive:
+                process.kill()
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Wait until `holds`, and print how long it took; fail by name after the deadline."""
+    began_s = time.monotonic()
+    while not await holds():
+        if time.monotonic() - began_s > deadline_s:
+            raise AssertionError(f"not within {deadline_s:g} s: {what}")
+        await asyncio.sleep(POLL_S)
+    print(f"{what}: after {time.monotonic() - began_s:.3f} s")  # noqa: T201 - the record of the run

@@ -1,0 +1,149 @@
+"""Kills, freezes, evictions: any process may die at any moment, and no client loses its answer."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from pdserve.client import Answer, Options
+from pdserve.core.errors import PdserveError
+from tests.e2e.cluster import Cluster, start_cluster, until
+from tests.e2e.tiny_model import expected_tokens, prompt_ids
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
+
+NUM_TOKENS = 24
+
+
+async def two_answers(cluster: Cluster, prompt: list[int]) -> list["asyncio.Task[Answer]"]:
+    """Start two requests, so that each of two nodes gets one."""
+    return [asyncio.create_task(cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))) for _ in range(2)]
+
+
+async def assert_both_exact(tasks: "list[asyncio.Task[Answer]]", folder: Path, prompt: list[int]) -> list[Answer]:
+    tokens, _ = expected_tokens(folder, prompt, NUM_TOKENS)
+    answers = await asyncio.gather(*tasks)
+    for answer in answers:
+        assert answer.token_ids == tokens
+        assert answer.summary is not None
+        assert answer.summary.usage.completion_tokens == NUM_TOKENS
+    return answers
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_decode_node_lost_in_mid_stream(tiny: Path, tmp_path: Path, number: int) -> None:
+    """The answer is complete and exact, and the other node makes only what was missing."""
+    held_at = 8
+    async with start_cluster(tiny, tmp_path, decode=(("--hold-at", f"decoding:{held_at}"), ())) as cluster:
+        prompt = prompt_ids("a decode node is lost")
+        tasks = await two_answers(cluster, prompt)
+        await cluster.until_held("decode0")
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        before = await cluster.gauge("decode1", "forwards")
+        cluster.nodes["decode0"].kill(number)
+        answers = await assert_both_exact(tasks, tiny, prompt)
+        assert sorted(answer.summary.timeline.attempts for answer in answers if answer.summary) == [1, 2]
+        # Token 8 is sampled by the new prefill; the new decode node makes the rest.
+        assert await cluster.gauge("decode1", "forwards") - before == NUM_TOKENS - held_at - 1
+        if number == signal.SIGSTOP:
+            cluster.nodes["decode0"].kill(signal.SIGCONT)
+            await cluster.until_ready(3)
+        await cluster.leak_oracle()
+
+
+async def test_a_prefill_node_killed_during_a_long_prompt(tiny: Path, tmp_path: Path) -> None:
+    options = ("--token-budget", "16")
+    async with start_cluster(tiny, tmp_path, prefill=((*options, "--hold-at", "prefilling:2"), options)) as cluster:
+        prompt = [3 + i % 200 for i in range(400)]
+        tasks = await two_answers(cluster, prompt)
+        await cluster.until_held("prefill0")
+        cluster.nodes["prefill0"].kill()
+        await assert_both_exact(tasks, tiny, prompt)
+        await cluster.leak_oracle()
+
+
+async def test_a_prefill_node_killed_while_handing_over(tiny: Path, tmp_path: Path) -> None:
+    """The client has its first token already; it is never sampled again."""
+    async with start_cluster(tiny, tmp_path, prefill=(("--hold-at", "handing_over"), ())) as cluster:
+        prompt = prompt_ids("handing over")
+        tasks = await two_answers(cluster, prompt)
+        await cluster.until_held("prefill0")
+        cluster.nodes["prefill0"].kill()
+        await assert_both_exact(tasks, tiny, prompt)
+        await cluster.leak_oracle()
+
+
+@pytest.mark.parametrize("seed", [None, 11], ids=["greedy", "seeded"])
+async def test_a_resume_gives_the_same_tokens(tiny: Path, tmp_path: Path, seed: int | None) -> None:
+    """Failure classes 19 and 32: seeded text does not change when a node is lost."""
+    options = Options(max_tokens=NUM_TOKENS, temperature=None if seed is None else 1.2, top_p=0.95, seed=seed)
+    async with start_cluster(tiny, tmp_path, decode=(("--hold-at", "decoding:6"), ())) as cluster:
+        tasks = [asyncio.create_task(cluster.answer("again and again", options)) for _ in range(2)]
+        await cluster.until_held("decode0")
+        cluster.nodes["decode0"].kill()
+        first, second = await asyncio.gather(*tasks)
+        assert first.token_ids == second.token_ids
+        assert len(first.token_ids) == NUM_TOKENS
+
+
+async def test_no_other_node_is_a_typed_error_that_counts(tiny: Path, tmp_path: Path) -> None:
+    async with start_cluster(
+        tiny, tmp_path, decode=(("--hold-at", "decoding:8"),), router=("--resume-wait-s", "1")
+    ) as cluster:
+        task = asyncio.create_task(cluster.answer("alone", Options(max_tokens=NUM_TOKENS)))
+        await cluster.until_held("decode0")
+        cluster.nodes["decode0"].kill()
+        with pytest.raises(PdserveError) as raised:
+            await task
+        assert raised.value.metadata["num_tokens_sent"] == "8"
+        assert raised.value.can_retry
+        await cluster.leak_oracle()
+
+
+async def test_a_node_that_comes_back_on_its_port_is_used_again(tiny: Path, tmp_path: Path) -> None:
+    """Failure classes 6 and 23: a restarted peer is a new peer, and one failure poisons nothing."""
+    async with start_cluster(tiny, tmp_path) as cluster:
+        prompt = prompt_ids("come back")
+        tokens, _ = expected_tokens(tiny, prompt, NUM_TOKENS)
+        for role in ("decode", "prefill", "decode"):
+            lost = cluster.nodes[f"{role}0"]
+            lost.kill()
+            cluster.start_node(role, f"{role}0", port=int(lost.grpc.rpartition(":")[2]))
+            await cluster.until_ready(2)
+            answer = await cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))
+            assert answer.token_ids == tokens
+            await cluster.leak_oracle()
+
+
+async def test_eviction_is_resumed_and_exact(tiny: Path, tmp_path: Path) -> None:
+    """Failure class 9: blocks run out while sequences grow; the youngest gives way and nobody notices."""
+    async with start_cluster(
+        tiny, tmp_path, decode=(("--block-size", "4", "--kv-blocks", "26", "--growth-blocks", "0"),)
+    ) as cluster:
+        prompts = [[3 + (n + 5 * i) % 200 for i in range(14)] for n in range(5)]
+        answers = await asyncio.gather(*(cluster.answer(tuple(p), Options(max_tokens=60)) for p in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == expected_tokens(tiny, prompt, 60)[0]
+        assert await cluster.gauge("decode0", "decode.evicted_total") > 0
+        await cluster.leak_oracle()
+
+
+async def test_deltas_arrive_while_decoding_goes_on(tiny: Path, tmp_path: Path) -> None:
+    """The client holds token k before the decode node samples token k + 8: here the node stands still at index 8."""
+    async with start_cluster(tiny, tmp_path, decode=(("--hold-at", "decoding:8"),)) as cluster:
+        answer = Answer()
+
+        async def read() -> None:
+            async for part in cluster.client.generate("slow", Options(max_tokens=NUM_TOKENS)):
+                answer.add(part)
+
+        async def all_came() -> bool:
+            return len(answer.token_ids) == 8
+
+        task = asyncio.create_task(read())
+        await cluster.until_held("decode0")
+        await until(all_came, "8 tokens reached the client")
+        task.cancel()
+        await asyncio.wait({task})
+        await cluster.leak_oracle()
