@@ -8,7 +8,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pdserve.router.detokenizer import BYTE_OF_CHAR, Vocabulary
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MERGES = (("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"), ("Ċ", "Ċ"), ("S", "T"), ("ST", "O"))
+MERGES = (
+    ("Ġ", "t"),
+    ("h", "e"),
+    ("Ġt", "he"),
+    ("Ã", "©"),
+    ("ð", "Ł"),
+    ("ðŁ", "ĺ"),
+    ("Ċ", "Ċ"),
+    ("S", "T"),
+    ("ST", "O"),
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"

@@ -173,6 +173,7 @@ def test_the_ending_token_is_counted_and_its_text_is_not_shown() -> None:
     tokenizer, vocabulary = byte_level()
     eos = tokenizer.token_to_id("<|im_end|>")
     letter = tokenizer.encode("b").ids[0]
+    assert eos is not None
     output = OutputText(vocabulary.detokenizer(), ["bc"])
     assert not output.push(SampledToken(0, letter, 0.0)), "b may begin the stop"
     last = output.finish(SampledToken(1, eos, 0.0))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -25,11 +26,12 @@ class ChatTemplate:
         """Return the prompt text. Raises InvalidRequest if the template does not accept the conversation."""
         messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
         try:
-            rendered, _ = render_jinja_template(
+            # transformers annotates the result as text; it is a pair of lists.
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
                 chat_template=self._source,
                 add_generation_prompt=chat.add_generation_prompt,
-                **self._special_tokens,
+                **cast("dict[str, Any]", self._special_tokens),
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise InvalidRequest(
@@ -37,7 +39,7 @@ class ChatTemplate:
                 hint="check the roles, their order and the contents",
                 field="chat.messages",
             ) from None
-        return str(rendered[0])
+        return str(rendered[0][0])
 
 
 def load_template(folder: Path) -> ChatTemplate | None:

@@ -1,0 +1,114 @@
+"""What a session asks of its shell. Values only."""
+
+from dataclasses import dataclass
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.ids import Incarnation, TransferId
+from pdserve.core.work import FinishReason
+from pdserve.router.output import Shown
+from pdserve.router.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementQuery:
+    """Asks for nodes for the next attempt.
+
+    `num_tokens` is what the prefill node computes, `max_len` the longest the sequence can get; tokens. A session stays with
+    one `identity` once it was placed. `prefer` is a node that probably still holds the sequence's KV.
+    """
+
+    session_id: int
+    num_tokens: int
+    max_len: int
+    needs_decode: bool
+    is_resume: bool
+    arrived_s: float
+    not_before_s: float
+    identity: str | None = None
+    exclude: frozenset[Incarnation] = frozenset()
+    prefer: Incarnation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlacement:
+    """Find nodes; answer with Placed or PlacementRefused, now or later."""
+
+    query: PlacementQuery
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawPlacement:
+    """The question is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Submit the attempt to its nodes; answer with Submitted, or with NodeLost if a stream is gone."""
+
+    attempt: int
+    prefill: Incarnation
+    decode: Incarnation | None
+    transfer_id: TransferId | None
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLeg:
+    """Cancel the attempt on one node."""
+
+    node: Incarnation
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Show the client text and tokens."""
+
+    shown: Shown
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Tell the client that the sequence is complete."""
+
+    reason: FinishReason
+    stop: str = ""
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Close the client's answer with its summary: the good end."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    timeline: Timeline
+    prefill: Incarnation
+    decode: Incarnation | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Close the client's answer with an error: the bad end."""
+
+    error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class LegAbandoned:
+    """A node did not release a leg in time; its story goes to the log."""
+
+    node: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The client is answered and every leg is released: forget the session."""
+
+
+Instruction = (
+    AskPlacement | WithdrawPlacement | Submit | CancelLeg | Deliver | Finish | Answer | Fail | LegAbandoned | Close
+)

@@ -1,0 +1,165 @@
+"""Where a request's time went: a partition of its end-to-end latency by cuts on the router's monotonic clock.
+
+Formulas and clocks stand in docs/timeline.md. Time is passed in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SCHEMA_VERSION = 1
+
+
+class StageName(StrEnum):
+    """The parts of the partition."""
+
+    ADMISSION = "admission"
+    """Request parsed → prompt tokenized and session opened."""
+    PLACEMENT = "placement"
+    """→ submitted to the nodes of the first attempt."""
+    PREFILL = "prefill"
+    """→ first token of the attempt arrived."""
+    HANDOVER = "handover"
+    """→ the decode node adopted the KV."""
+    DECODE = "decode"
+    """→ last token arrived."""
+    RESUME = "resume"
+    """An attempt ended → the next one was submitted."""
+    ANSWER = "answer"
+    """Last token arrived → summary built."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDuration:
+    """Time that a node measured on its own clock, seconds."""
+
+    name: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of the partition, on the router's clock, with what nodes report of it."""
+
+    name: StageName
+    attempt: int
+    duration_s: float
+    nodes: tuple[NodeDuration, ...] = ()
+
+    @property
+    def hop_s(self) -> float:
+        """What no node measured: network, queues between processes. Seconds."""
+        return self.duration_s - sum(node.duration_s for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """An attempt that ended before the answer was complete; the time until the next attempt's first token, seconds."""
+
+    attempt: int
+    cause: str
+    duration_s: float
+
+
+@dataclass(slots=True)
+class Overlapped:
+    """Work beside the stages: seconds on the nodes' clocks, and what travelled. Sums over all attempts."""
+
+    exposed_transfer_s: float = 0.0
+    pack_s: float = 0.0
+    reserve_wait_s: float = 0.0
+    kv_bytes: int = 0
+    kv_frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The finished record. The durations of `stages` add up to `e2el_s`."""
+
+    e2el_s: float
+    ttft_s: float
+    tpot_s: float
+    stages: tuple[Stage, ...]
+    overlapped: Overlapped
+    attempts: int
+    stalls: tuple[Stall, ...]
+
+
+@dataclass(slots=True)
+class _OpenStage:
+    name: StageName
+    attempt: int
+    entered_s: float
+    left_s: float | None = None
+    nodes: dict[str, float] = field(default_factory=dict)
+
+
+OVERLAPPED_NAMES = frozenset(
+    {"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "prefill.send", "decode.receive"}
+)
+"""Durations that overlap the stages and are never nested in one."""
+
+
+class TimelineRecorder:
+    """Takes cuts as they happen; `build` returns the record."""
+
+    def __init__(self, received_s: float) -> None:
+        self._received_s = received_s
+        self._stages = [_OpenStage(StageName.ADMISSION, 0, received_s)]
+        self._first_token_s: float | None = None
+        self._overlapped = Overlapped()
+        self._stalls: list[tuple[int, str, float, float | None]] = []
+
+    def enter(self, name: StageName, attempt: int, now_s: float) -> None:
+        """Cut: the running stage ends and the next one begins."""
+        self._stages[-1].left_s = now_s
+        self._stages.append(_OpenStage(name, attempt, now_s))
+
+    def token(self, now_s: float) -> None:
+        """Say that an attempt's first token arrived."""
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        self._stalls = [(*stall[:3], now_s if stall[3] is None else stall[3]) for stall in self._stalls]
+
+    def attempt_ended(self, attempt: int, cause: str, now_s: float) -> None:
+        """Say that an attempt ended before the answer was complete."""
+        self._stalls.append((attempt, cause, now_s, None))
+
+    def nest(self, name: StageName, attempt: int, durations_s: Mapping[str, float]) -> None:
+        """Put durations that a node measured into the attempt's stage; a later report replaces an earlier one."""
+        for stage in self._stages:
+            if stage.name is name and stage.attempt == attempt:
+                stage.nodes.update((key, value) for key, value in durations_s.items() if key not in OVERLAPPED_NAMES)
+
+    def overlap(self, durations_s: Mapping[str, float], kv_bytes: int = 0, kv_frames: int = 0) -> None:
+        """Add what ran beside the stages."""
+        beside = self._overlapped
+        beside.exposed_transfer_s += durations_s.get("prefill.exposed_transfer", 0.0)
+        beside.pack_s += durations_s.get("prefill.pack", 0.0)
+        beside.reserve_wait_s += durations_s.get("decode.reserve_wait", 0.0)
+        beside.kv_bytes += kv_bytes
+        beside.kv_frames += kv_frames
+
+    def build(self, num_tokens: int, attempts: int, now_s: float) -> Timeline:
+        """Return the record at `now_s`; the last stage ends here."""
+        e2el_s = now_s - self._received_s
+        first_s = now_s if self._first_token_s is None else self._first_token_s
+        ttft_s = first_s - self._received_s
+        return Timeline(
+            e2el_s=e2el_s,
+            ttft_s=ttft_s,
+            tpot_s=(e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0,
+            stages=tuple(_close(stage, now_s) for stage in self._stages),
+            overlapped=self._overlapped,
+            attempts=attempts,
+            stalls=tuple(
+                Stall(attempt, cause, (now_s if resumed_s is None else resumed_s) - since_s)
+                for attempt, cause, since_s, resumed_s in self._stalls
+            ),
+        )
+
+
+def _close(stage: _OpenStage, now_s: float) -> Stage:
+    left_s = now_s if stage.left_s is None else stage.left_s
+    nodes = tuple(NodeDuration(name, value) for name, value in stage.nodes.items())
+    return Stage(stage.name, stage.attempt, left_s - stage.entered_s, nodes)

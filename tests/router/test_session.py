@@ -1,0 +1,452 @@
+"""The session machine: lists of events and expected instructions, then exhaustive exploration (failure classes 3, 10, 22)."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.core.build import Role
+from pdserve.core.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, Overloaded, SlowReader
+from pdserve.core.work import FinishReason, SampledToken
+from pdserve.router.events import (
+    Aborted,
+    ClientLeft,
+    FirstToken,
+    LegOutcome,
+    Placed,
+    PlacementRefused,
+    Submitted,
+    Tick,
+    Tokens,
+)
+from pdserve.router.instructions import (
+    Answer,
+    AskPlacement,
+    CancelLeg,
+    Close,
+    Deliver,
+    Fail,
+    Finish,
+    Instruction,
+    LegAbandoned,
+    Submit,
+)
+from pdserve.router.lifecycle import SESSION_TABLE, SessionState
+from pdserve.router.output import Shown
+from pdserve.router.session import RELEASE_WAIT_S, SUMMARY_GRACE_S
+from tests.router.session_world import EOS, IDS, NODES, World
+
+P, D = NODES[Role.PREFILL][0], NODES[Role.DECODE][0]
+
+
+def kinds(instructions: list[Instruction]) -> list[str]:
+    return [type(instruction).__name__ for instruction in instructions]
+
+
+def only(instructions: list[Instruction], kind: type[Instruction]) -> Instruction:
+    found = [instruction for instruction in instructions if isinstance(instruction, kind)]
+    assert len(found) == 1, kinds(instructions)
+    return found[0]
+
+
+def failure(instructions: list[Instruction]) -> Fail:
+    found = only(instructions, Fail)
+    assert isinstance(found, Fail)
+    return found
+
+
+def answer(world: World) -> Answer:
+    found = only(world.log, Answer)
+    assert isinstance(found, Answer)
+    return found
+
+
+def test_the_table_answers_every_event_in_every_state() -> None:
+    assert SESSION_TABLE.missing() == []
+
+
+def test_the_plain_walk() -> None:
+    world = World(max_tokens=3)
+    steps = [
+        (world.place, ["Submit"], SessionState.PREFILLING),
+        (world.first, ["Deliver"], SessionState.HANDING_OVER),  # the first token never waits for the transfer
+        (world.adopted, [], SessionState.DECODING),
+    ]
+    for step, instructions, state in steps:
+        assert (kinds(step()), world.session.state) == (instructions, state)
+    assert kinds(world.tokens(1)) == ["Deliver"]
+    world.ended("P", LegOutcome.FINISHED)
+    world.released("P")
+    assert kinds(world.tokens(2)) == ["Deliver", "Finish"]
+    world.ended("D", LegOutcome.FINISHED)
+    assert kinds(world.released("D")) == ["Answer", "Close"]
+    end = answer(world)
+    assert (end.num_prompt_tokens, end.num_cached_tokens, end.num_completion_tokens) == (3, 2, 3)
+    assert world.text == "abc"
+
+
+def test_the_first_token_may_come_with_adopted_and_the_copies_are_one() -> None:
+    world = World()
+    world.place()
+    assert kinds(world.adopted()) == ["Deliver"]
+    assert world.first() == []
+    assert world.session.sequence.num_duplicates == 1
+
+
+def test_tokens_before_the_word_adopted_pass_the_commit_point() -> None:
+    """Tokens of a step are read before its events; a lost prefill node does not matter to them."""
+    world = World()
+    world.place()
+    assert world.tokens(1) == []
+    assert world.session.state is SessionState.DECODING
+    assert world.lost("P") == []
+    only(world.adopted(), Deliver)
+    assert world.shown_ids == list(IDS[:2])
+
+
+def test_one_token_opens_no_transfer() -> None:
+    world = World(max_tokens=1)
+    submit = only(world.place(), Submit)
+    assert isinstance(submit, Submit)
+    assert submit.decode is None
+    assert submit.transfer_id is None
+    assert kinds(world.first()) == ["Deliver", "Finish"]
+    world.ended("P", LegOutcome.FINISHED)
+    assert kinds(world.released("P")) == ["Answer", "Close"]
+
+
+def test_one_remaining_token_of_a_resume_opens_no_transfer() -> None:
+    world = World(max_tokens=2)
+    world.place()
+    world.first()
+    world.lost("D")
+    submit = only(world.place(), Submit)
+    assert isinstance(submit, Submit)
+    assert (submit.attempt, submit.decode, submit.output_ids) == (2, None, IDS[:1])
+
+
+def test_eos_as_first_token_ends_without_decode() -> None:
+    world = World(max_tokens=3, ids=(EOS, *IDS))
+    world.place()
+    stop = SampledToken(0, EOS, -0.5, FinishReason.STOP)
+    out = world.tell(FirstToken(P, 1, (stop,), 0, {}))
+    assert kinds(out) == ["Deliver", "Finish"], "the prefill node itself ends the transfer"
+    assert world.text == ""
+    world.ended("D", LegOutcome.FINISHED)
+    world.released("D")
+    world.ended("P", LegOutcome.FINISHED)
+    assert kinds(world.released("P")) == ["Answer", "Close"]
+
+
+def test_an_end_whose_report_was_lost_is_seen_by_the_router_itself() -> None:
+    """An answer that is complete is finished, never resumed."""
+    world = World(max_tokens=3, ids=(IDS[0], EOS, *IDS))
+    world.place()
+    world.adopted()
+    out = world.tell(Tokens(D, 1, (SampledToken(1, EOS, -0.5, None),)))
+    assert kinds(out)[:2] == ["Deliver", "Finish"]
+    assert kinds(out)[2:] == ["CancelLeg", "CancelLeg"]
+    assert "AskPlacement" not in kinds(world.lost("D"))
+
+
+def test_a_stop_text_cancels_both_legs_and_is_not_counted() -> None:
+    world = World(max_tokens=8, stops=("cd",))
+    world.place()
+    world.first()
+    world.adopted()
+    world.tokens(1)
+    assert world.tokens(2) == [], "c may begin the stop: held"
+    out = world.tokens(3)
+    finish = only(out, Finish)
+    assert isinstance(finish, Finish)
+    assert (finish.reason, finish.stop) == (FinishReason.STOP_SEQUENCE, "cd")
+    assert [entry.node for entry in out if isinstance(entry, CancelLeg)] == [P, D]
+    assert world.tokens(4) == [], "what came after is not shown"
+    world.released("P")
+    world.released("D")
+    assert (world.text, answer(world).num_completion_tokens) == ("ab", 2)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+@pytest.mark.parametrize("outcome", [LegOutcome.FAILED, LegOutcome.CANCELLED, LegOutcome.EVICTED, LegOutcome.DRAINED])
+@pytest.mark.parametrize("has_first", [False, True])
+def test_before_adopted_either_leg_ends_the_attempt_on_both_nodes(
+    who: str, outcome: LegOutcome, has_first: bool
+) -> None:
+    world = World()
+    world.place()
+    if has_first:
+        world.first()
+    out = world.ended(who, outcome)
+    other = D if who == "P" else P
+    assert [entry.node for entry in out if isinstance(entry, CancelLeg)] == [other]
+    assert kinds(out)[-1] == "AskPlacement"
+    submit = only(world.place(), Submit)
+    assert isinstance(submit, Submit)
+    assert (submit.attempt, submit.output_ids) == (2, IDS[:has_first])
+    assert world.adopted(attempt=1) == [], "old attempts are ignored"
+    world.adopted(attempt=2)
+    world.tokens(*range(has_first + 1, 3), attempt=2)
+    assert world.shown_ids == list(IDS[:3])
+
+
+def test_after_adopted_only_the_decode_leg_matters() -> None:
+    world = World()
+    world.place()
+    world.first()
+    world.adopted()
+    assert world.ended("P", LegOutcome.FAILED) == []
+    assert world.lost("P") == []
+    out = world.lost("D")
+    assert kinds(out) == ["AskPlacement"]
+    assert world.asked is not None
+    assert (world.asked.is_resume, world.asked.prefer, world.asked.num_tokens) == (True, D, 4)
+
+
+def test_a_prefill_node_that_did_its_part_may_die_before_adopted_arrives() -> None:
+    world = World()
+    world.place()
+    world.first()
+    world.ended("P", LegOutcome.FINISHED)
+    assert world.lost("P") == []
+    world.adopted()
+    assert world.session.attempt == 1
+
+
+def test_only_failures_count_towards_the_bound() -> None:
+    world = World(max_attempts=2)
+    for attempt in range(1, 6):
+        world.place()
+        world.ended("D", LegOutcome.BUSY, attempt)
+        world.released("D", attempt)
+        world.released("P", attempt)
+    world.place()
+    world.lost("D", 6)
+    world.released("P", 6)
+    world.place()
+    error = failure(world.lost("D", 7)).error
+    assert isinstance(error, AttemptsExhausted)
+    assert error.metadata["num_tokens_sent"] == "0"
+    assert kinds(world.released("P", 7)) == ["Close"]
+
+
+def test_pauses_are_paced_and_bounded_in_time() -> None:
+    world = World(deadline_s=None)
+    waits = []
+    while not world.is_over:
+        world.place()
+        world.ended("D", LegOutcome.BUSY, world.session.attempt)
+        world.released("D", world.session.attempt)
+        world.released("P", world.session.attempt)
+        assert world.asked is not None
+        waits.append(world.asked.not_before_s - world.now_s)
+        timer = world.session.next_timer_s
+        assert timer is not None
+        world.now_s = min(timer, world.now_s + 10.0)
+        world.tell(Tick())
+    assert waits[:3] == pytest.approx([0.05, 0.1, 0.2])
+    assert max(waits) <= 1.0
+    assert isinstance(failure(world.log).error, Overloaded)
+    assert world.now_s == pytest.approx(60.0)
+
+
+def test_a_refusal_is_final_when_nobody_else_can_serve() -> None:
+    world = World()
+    world.place()
+    world.ended("D", LegOutcome.REFUSED)
+    assert world.asked is not None
+    assert world.asked.exclude == {D}
+    error = failure(world.tell(PlacementRefused(Overloaded("nobody")))).error
+    assert isinstance(error, InvalidRequest)
+    assert "because" in error.message
+
+
+def test_no_node_to_take_over_says_how_many_tokens_were_sent() -> None:
+    world = World(max_tokens=8)
+    world.place()
+    world.adopted()
+    world.tokens(1, 2)
+    world.lost("D")
+    world.released("P")
+    world.now_s += 30.0
+    error = failure(world.tell(Tick())).error
+    assert isinstance(error, AttemptsExhausted)
+    assert error.metadata["num_tokens_sent"] == "3"
+    assert world.is_closed
+
+
+@pytest.mark.parametrize("stage", range(5))
+def test_a_cancel_at_any_stage_reaches_both_nodes(stage: int) -> None:
+    world = World()
+    walk: list[Callable[[], list[Instruction]]] = [world.place, world.first, world.adopted, lambda: world.tokens(1)]
+    for step in walk[:stage]:
+        step()
+    out = world.tell(ClientLeft())
+    assert [entry.node for entry in out if isinstance(entry, CancelLeg)] == ([P, D] if stage else [])
+    assert world.is_closed == (stage == 0)
+    if stage:
+        world.released("P")
+        world.ended("D", LegOutcome.CANCELLED)
+        assert kinds(world.released("D")) == ["Close"]
+    assert world.session.state is SessionState.CANCELLED
+
+
+def test_the_deadline_ends_with_its_own_error() -> None:
+    world = World(deadline_s=5.0)
+    world.place()
+    world.now_s = 4.9
+    assert isinstance(failure(world.ended("P", LegOutcome.CANCELLED)).error, DeadlineExceeded)
+    other = World(deadline_s=5.0)
+    other.place()
+    assert other.session.next_timer_s == 5.0
+    other.now_s = 5.0
+    assert isinstance(failure(other.tell(Tick())).error, DeadlineExceeded)
+
+
+def test_a_slow_reader_is_cancelled_on_both_nodes() -> None:
+    world = World()
+    world.place()
+    out = world.tell(Aborted(SlowReader("slow")))
+    assert kinds(out) == ["WithdrawPlacement", "CancelLeg", "CancelLeg", "Fail"]
+
+
+def test_the_summary_waits_for_the_nodes_durations_only_for_the_grace() -> None:
+    world = World(max_tokens=2)
+    world.place()
+    world.adopted()
+    assert kinds(world.tokens(1)) == ["Deliver", "Finish"]
+    assert world.session.next_timer_s == pytest.approx(world.now_s + SUMMARY_GRACE_S)
+    world.now_s += SUMMARY_GRACE_S
+    assert kinds(world.tell(Tick())) == ["Answer"]
+    world.released("P")
+    assert kinds(world.released("D")) == ["Close"]
+
+
+def test_a_leg_that_is_never_released_is_abandoned_in_the_end() -> None:
+    world = World()
+    world.place()
+    world.tell(ClientLeft())
+    assert world.session.next_timer_s == pytest.approx(world.now_s + RELEASE_WAIT_S)
+    world.now_s += RELEASE_WAIT_S
+    out = world.session.handle(Tick(), world.now_s)
+    assert [entry.node for entry in out if isinstance(entry, LegAbandoned)] == [P, D]
+    assert isinstance(out[-1], Close)
+
+
+def test_legs_that_vanish_without_a_word_do_not_hang_the_client() -> None:
+    world = World()
+    world.place()
+    world.ended("D", LegOutcome.FINISHED)
+    world.released("D")
+    world.ended("P", LegOutcome.FINISHED)
+    assert kinds(world.released("P")) == ["AskPlacement"]
+
+
+OUTCOMES = (LegOutcome.FINISHED, LegOutcome.FAILED, LegOutcome.BUSY, LegOutcome.REFUSED)
+
+
+def alphabet() -> dict[str, Callable[[World], object]]:
+    """Everything that the world may say, of attempts 1 and 2, at any time and in any order."""
+    events: dict[str, Callable[[World], object]] = {
+        "place": lambda w: w.place(w.session.attempt % 2) if w.asked else None,
+        "place again": lambda w: None if w.asked else w.tell(Placed(P, D, "identity", frozenset())),
+        "submitted": lambda w: w.tell(Submitted(1)),
+        "leave": lambda w: w.tell(ClientLeft()),
+        "slow": lambda w: w.tell(Aborted(SlowReader("slow"))),
+        "tick": lambda w: w.tell(Tick()),
+        "late tick": lambda w: w.wait(31.0),
+    }
+    for attempt in (1, 2):
+        events[f"first#{attempt}"] = lambda w, a=attempt: w.first(a)  # type: ignore[misc]
+        events[f"adopted#{attempt}"] = lambda w, a=attempt: w.adopted(a)  # type: ignore[misc]
+        events[f"token1#{attempt}"] = lambda w, a=attempt: w.tokens(1, attempt=a)  # type: ignore[misc]
+        events[f"token2#{attempt}"] = lambda w, a=attempt: w.tokens(2, attempt=a)  # type: ignore[misc]
+        for who in "PD":
+            events[f"released {who}#{attempt}"] = lambda w, a=attempt, x=who: w.released(x, a)  # type: ignore[misc]
+            events[f"lost {who}#{attempt}"] = lambda w, a=attempt, x=who: w.lost(x, a)  # type: ignore[misc]
+            for outcome in OUTCOMES:
+                events[f"{outcome.name} {who}#{attempt}"] = lambda w, a=attempt, x=who, o=outcome: w.ended(x, o, a)  # type: ignore[misc]
+    return events
+
+
+EVENTS = alphabet()
+DEPTH = 7
+MAX_STATES = 6_000
+
+
+def fingerprint(world: World) -> tuple[object, ...]:
+    session = world.session
+    legs = tuple((leg.role, leg.attempt, leg.life.state, leg.outcome, leg.is_cancelled) for leg in session.legs)
+    asked = world.asked is not None
+    early = tuple(sorted(session.sequence._early))
+    tokens = len(session.sequence.token_ids)
+    ends = (world.is_over, session.is_answered, world.is_closed)
+    return (session.state, session.attempt, legs, asked, early, tokens, ends, session._patience.num_failures)
+
+
+def close(world: World) -> None:
+    """Let every node answer, and time pass: the session must end with one answer and leave."""
+    for attempt in range(1, world.session.attempt + 1):
+        for who in "PD":
+            world.released(who, attempt)
+    world.now_s += 100.0
+    world.tell(Tick())
+    for attempt in range(1, world.session.attempt + 1):
+        for who in "PD":
+            world.released(who, attempt)
+    assert world.is_closed, world.session.life.tell()
+    assert world.is_client_gone or any(isinstance(entry, Answer | Fail) for entry in world.log)
+
+
+def test_every_order_of_events_ends_well() -> None:
+    """Breadth first over all event orders, equal states merged: never raises, one answer, every leg closed."""
+    seen: set[tuple[object, ...]] = set()
+    layer = [World()]
+    num_steps = 0
+    for _ in range(DEPTH):
+        following = []
+        for world in layer:
+            for event in EVENTS.values():
+                child = copy.deepcopy(world, _shared(world))
+                event(child)
+                num_steps += 1
+                mark = fingerprint(child)
+                if mark in seen or child.is_closed:
+                    continue
+                seen.add(mark)
+                close(copy.deepcopy(child, _shared(child)))
+                if len(seen) < MAX_STATES:
+                    following.append(child)
+        layer = following
+    assert len(seen) > 500, "the exploration must reach something"
+    assert num_steps > 10_000
+
+
+def _shared(world: World) -> dict[int, object]:
+    """What copies may share: it never changes."""
+    from tests.router.session_world import TOKENIZER, VOCABULARY
+
+    return {id(VOCABULARY): VOCABULARY, id(TOKENIZER): TOKENIZER}
+
+
+@given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=40), st.sampled_from([1, 2, 3]))
+@settings(max_examples=400, deadline=None)
+def test_long_random_orders_end_well(names: list[str], max_tokens: int) -> None:
+    world = World(max_tokens=max_tokens)
+    for name in names:
+        if world.is_closed:
+            break
+        if max_tokens < 3 and name.startswith("token2"):
+            continue
+        EVENTS[name](world)
+    if not world.is_closed:
+        close(world)
+
+
+def test_delivered_text_is_what_was_accepted() -> None:
+    assert Shown() == Shown("", ())
+    assert not Shown()
+    assert isinstance(World().log[0], AskPlacement)
+    assert not any(isinstance(entry, Close) for entry in World().log)
