@@ -61,7 +61,8 @@ def _theirs(batch: int) -> float:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model_dir(DEFAULT_MODEL), dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(resolve_model_dir(DEFAULT_MODEL), dtype=torch.float32)
+    model.eval()
     ids = torch.tensor([[(7 * i + n) % 40_000 + 100 for i in range(CONTEXT)] for n in range(batch)])
     out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     began_s = 0.0

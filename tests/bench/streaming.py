@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from pdserve.client import Options
@@ -35,7 +36,7 @@ async def _client(cluster: Cluster, number: int) -> list[float]:
 async def _clients(cluster: Cluster, number: int) -> dict[str, object]:
     arrivals = await asyncio.gather(*(_client(cluster, 1 + n) for n in range(number)))
     first = [times[0] for times in arrivals]
-    gaps = [later - earlier for times in arrivals for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for times in arrivals for earlier, later in pairwise(times)]
     last = max(times[-1] for times in arrivals)
     return {
         "clients": number,
