@@ -1,1 +1,68 @@
-"""Placeholder."""
+"""The corridor: KV travels from a prefill node's pool to a decode node's, while the prompt is still being computed.
+
+In the walk of a request it stands between `prefill_node.handoff` and `decode_node.intake`. It moves bytes and answers for
+them; it knows neither tensors nor models, decides nothing about blocks, and talks to no router.
+
+A node uses one class, and hears events on that class's I/O thread.
+
+- A prefill node: `KvSendService` with a `KvSource` (`pack`). `set_peers`; then per transfer `open`, `mark_ready` for each
+  computed layer range, and `commit` or `abort`. `SendClosed` is the last event.
+- A decode node: `KvReceiveService` with a `KvSink` (`place`). `set_peers`; then per transfer `expect`, and on `Opened` a `grant`
+  or `refuse`. `Received` means that all KV is verified and placed; `ReceiveClosed` is the last event.
+
+Inside, from the wire up: `wire`, `messages`, `codec` (frames); `channel`, `inprocess`, `zeromq` (transports); `framing`,
+`coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and `receiver`, `receiver_link`,
+`receiver_table` (machines without sockets or clocks, each with its transition table); `io_loop`, `send_service`,
+`receive_service` (the shells).
+
+Places kept for later: `Grant.skip_tokens` (delta), `Data.dtype` (wire quantization), `Data.heads` and `Welcome.endpoints`
+(head ranges), `Channel` (shared memory and other transports).
+"""
+
+from pdserve.kvtransfer.events import (
+    Acked,
+    FinishedEarly,
+    Granted,
+    KvSink,
+    KvSource,
+    Opened,
+    PeerDown,
+    PeerRefused,
+    PeerUp,
+    ReceiveClosed,
+    Received,
+    ReceiveEvent,
+    ReceiveFailed,
+    SendClosed,
+    SendEvent,
+    SendFailed,
+    TransferSpec,
+    TransferStats,
+)
+from pdserve.kvtransfer.receive_service import KvReceiveService
+from pdserve.kvtransfer.send_service import KvSendService
+from pdserve.kvtransfer.settings import LinkSettings
+
+__all__ = [
+    "Acked",
+    "FinishedEarly",
+    "Granted",
+    "KvReceiveService",
+    "KvSendService",
+    "KvSink",
+    "KvSource",
+    "LinkSettings",
+    "Opened",
+    "PeerDown",
+    "PeerRefused",
+    "PeerUp",
+    "ReceiveClosed",
+    "ReceiveEvent",
+    "ReceiveFailed",
+    "Received",
+    "SendClosed",
+    "SendEvent",
+    "SendFailed",
+    "TransferSpec",
+    "TransferStats",
+]

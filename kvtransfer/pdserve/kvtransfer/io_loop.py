@@ -1,0 +1,182 @@
+"""The thread that a service's machines run on: it waits for frames, commands and deadlines, and never polls.
+
+Received messages are handled before commands and both before expired timers. When the loop itself was late, leases grow by as
+much.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import InternalError, PdserveError
+from pdserve.kvtransfer.channel import MAX_BATCH, Channel, ChannelEvent
+
+_logger = logging.getLogger(__name__)
+
+Command = Callable[[float], None]
+"""Something to do on the I/O thread; it is given the time."""
+START_TIMEOUT_S = 10.0
+_LATE_S = 0.05
+
+
+class Machinery(Protocol):
+    """What a service runs on its I/O thread."""
+
+    def begin(self, channel: Channel) -> None:
+        """Take the channel over; raise to make `start` fail."""
+        ...
+
+    def handle(self, event: ChannelEvent, now_s: float) -> None:
+        """Something happened on the channel."""
+        ...
+
+    def carry_out(self, now_s: float) -> None:
+        """Execute the instructions that are waiting."""
+        ...
+
+    def work(self, now_s: float) -> bool:
+        """Do some of what is possible now; True if more is."""
+        ...
+
+    def expire(self, now_s: float) -> None:
+        """Do what is due."""
+        ...
+
+    def next_due_s(self) -> float | None:
+        """When `expire` must be called."""
+        ...
+
+    def extend_leases(self, late_s: float) -> None:
+        """The loop was late."""
+        ...
+
+    def end(self, now_s: float) -> None:
+        """End everything by name; `carry_out` follows, then the channel closes."""
+        ...
+
+
+class IoLoop:
+    """Runs one `Machinery` on one thread."""
+
+    def __init__(self, name: str, machinery: Machinery, make_channel: Callable[[], Channel], clock: Clock) -> None:
+        self._machinery = machinery
+        self._make_channel = make_channel
+        self._clock = clock
+        self._channel: Channel | None = None
+        self._commands: deque[Command] = deque()
+        self._is_woken = False
+        self._is_stopping = False
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self.lock = threading.RLock()
+        """Held while machines run; others take it to look at them."""
+        self.num_errors = 0
+        """Exceptions that should not have happened; each is logged."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread and wait until its channel is ready; raise what kept it from that."""
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise InternalError(f"the I/O thread did not start within {START_TIMEOUT_S} s")
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+
+    def submit(self, command: Command, bound: int | None = None) -> bool:
+        """Have `command` run on the I/O thread; False if `bound` commands wait already. Thread-safe, microseconds."""
+        if bound is not None and len(self._commands) >= bound:
+            return False
+        self._commands.append(command)
+        channel = self._channel
+        if not self._is_woken and channel is not None:
+            self._is_woken = True
+            channel.wake()
+        return True
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread; return whether it ended in time."""
+        self._is_stopping = True
+        if self._channel is not None:
+            self._channel.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            channel = self._make_channel()
+        except Exception as error:  # noqa: BLE001 - handed to the thread that called `start`
+            self._start_error = error
+            self._started.set()
+            return
+        try:
+            self._machinery.begin(channel)
+            self._channel = channel
+        except Exception as error:  # noqa: BLE001 - handed to the thread that called `start`
+            self._start_error = error
+            channel.close()
+            self._started.set()
+            return
+        self._started.set()
+        try:
+            self._run(channel)
+        except Exception:
+            self.num_errors += 1
+            _logger.exception("%s: the I/O loop broke; all transfers end", self._thread.name)
+        finally:
+            self._finish(channel)
+
+    def _run(self, channel: Channel) -> None:
+        now_s = self._clock.now_s()
+        may_do_more = True
+        while not self._is_stopping:
+            timeout_s = self._timeout_s(now_s, may_do_more)
+            planned_s = None if timeout_s is None else now_s + timeout_s
+            events = channel.poll(timeout_s)
+            now_s = self._clock.now_s()
+            if planned_s is not None and now_s - planned_s > _LATE_S:
+                with self.lock:
+                    self._machinery.extend_leases(now_s - planned_s)
+            for event in events:
+                self._guard(partial(self._machinery.handle, event), now_s)
+            self._is_woken = False
+            for _ in range(len(self._commands)):
+                self._guard(self._commands.popleft(), now_s)
+            if len(events) < MAX_BATCH:
+                self._guard(self._machinery.expire, now_s)
+            with self.lock:
+                may_do_more = len(events) == MAX_BATCH or self._machinery.work(now_s)
+
+    def _timeout_s(self, now_s: float, may_do_more: bool) -> float | None:
+        if may_do_more or self._commands:
+            return 0.0
+        with self.lock:
+            due_s = self._machinery.next_due_s()
+        return None if due_s is None else max(0.0, due_s - now_s)
+
+    def _guard(self, act: Command, now_s: float) -> None:
+        """Run one thing and what follows from it. An error of ours fails that thing; its deadline ends what it left behind."""
+        with self.lock:
+            try:
+                act(now_s)
+                self._machinery.carry_out(now_s)
+            except PdserveError:
+                self.num_errors += 1
+                _logger.exception("%s: an event could not be handled", self._thread.name)
+
+    def _finish(self, channel: Channel) -> None:
+        now_s = self._clock.now_s()
+        while self._commands:
+            self._guard(self._commands.popleft(), now_s)
+        self._guard(self._machinery.end, now_s)
+        channel.close()

@@ -1,0 +1,237 @@
+"""The prefill node's end of the corridor: one I/O thread that packs from the pool and sends while layers still compute."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from pdserve.core.clock import Clock, SystemClock
+from pdserve.core.errors import ConfigError
+from pdserve.core.ids import Incarnation, TransferId
+from pdserve.core.work import SampledToken
+from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
+from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
+from pdserve.kvtransfer.events import KvSource, SendEvent, TransferSpec
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
+from pdserve.kvtransfer.io_loop import IoLoop
+from pdserve.kvtransfer.messages import Hello
+from pdserve.kvtransfer.sender_link import SenderLink
+from pdserve.kvtransfer.sender_table import DataPlan, SenderTable
+from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.staging import Slab, StagingPool
+from pdserve.kvtransfer.wire import FrameError, checksum
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
+
+_logger = logging.getLogger(__name__)
+
+FRAMES_PER_TURN = 8
+"""DATA frames between two looks at what has arrived."""
+
+
+class KvSendService:
+    """Hands KV over to decode nodes. All methods are thread-safe and return at once, except `start` and `stop`."""
+
+    def __init__(
+        self,
+        settings: LinkSettings,
+        source: KvSource,
+        on_event: Callable[[SendEvent], None],
+        clock: Clock | None = None,
+        make_channel: Callable[[], Channel] = ZeroMqChannel,
+    ) -> None:
+        """Prepare; `on_event` will be called on the I/O thread and must return quickly.
+
+        Raises ConfigError if the identity is too large for a HELLO.
+        """
+        _check_hello(settings)
+        self._clock = clock or SystemClock()
+        self._settings = settings
+        self._shell = _SendShell(settings, source, on_event, self._clock)
+        self._loop = IoLoop("pdserve-kv-send", self._shell, make_channel, self._clock)
+        self._overflowed: set[TransferId] = set()
+
+    def start(self) -> None:
+        """Start the I/O thread."""
+        self._loop.start()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """End all transfers as failed (`shutdown`), and the thread; return whether it ended in time."""
+        return self._loop.stop(timeout_s)
+
+    def set_peers(self, peers: Mapping[Incarnation, str]) -> None:
+        """Name the decode nodes and their addresses, all of them. New ones are dialled at once.
+
+        A link that is no longer named goes when its transfers are over.
+        """
+        self._loop.submit(partial(self._shell.table.set_peers, dict(peers)))
+
+    def open(self, spec: TransferSpec) -> None:
+        """Announce a transfer. `Granted` or `SendFailed` follows within the deadlines of the settings."""
+        self._loop.submit(partial(self._shell.table.open, spec))
+
+    def mark_ready(self, transfer_id: TransferId, layers: range, tokens: range) -> None:
+        """Say that a range is computed; call it from the engine's thread, inside a forward.
+
+        Ranges of one transfer must not overlap. If too many marks wait, the transfer fails (`mark_overflow`).
+        """
+        mark = partial(self._shell.table.mark_ready, transfer_id, layers, tokens)
+        if self._loop.submit(mark, bound=self._settings.max_waiting_marks) or transfer_id in self._overflowed:
+            return
+        self._overflowed.add(transfer_id)
+        self._loop.submit(partial(self._fail_overflowed, transfer_id))
+
+    def commit(
+        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], durations_s: Mapping[str, float]
+    ) -> None:
+        """Say that every range is marked and the first tokens are sampled. `Acked` or `SendFailed` follows."""
+        asked_s = self._clock.now_s()
+        self._loop.submit(partial(self._shell.table.commit, transfer_id, tokens, dict(durations_s), asked_s))
+
+    def abort(self, transfer_id: TransferId, reason: str, finished: bool = False) -> None:
+        """Give up, or (`finished`) say that all sequences ended at their first token. `SendClosed` follows."""
+        self._loop.submit(partial(self._shell.table.abort, transfer_id, reason, finished))
+
+    def peers_up(self) -> frozenset[Incarnation]:
+        """Return the decode nodes with a completed handshake."""
+        with self._loop.lock:
+            return self._shell.table.peers_up()
+
+    def gauges(self) -> dict[str, float]:
+        """Return gauges by name; all without `_total` go back to where they began."""
+        with self._loop.lock:
+            return self._shell.table.gauges() | {
+                "kv_staging_bytes": self._shell.staging.leased_bytes,
+                "kv_io_errors_total": self._loop.num_errors,
+            }
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return every machine's state, for people."""
+        with self._loop.lock:
+            return self._shell.table.describe(self._clock.now_s())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if bookkeeping contradicts itself."""
+        with self._loop.lock:
+            self._shell.table.check_invariants()
+            assert self._shell.staging.leased_bytes <= self._settings.staging_bytes, "too much staging"
+
+    def _fail_overflowed(self, transfer_id: TransferId, now_s: float) -> None:
+        self._overflowed.discard(transfer_id)
+        self._shell.table.fault(transfer_id, "mark_overflow", "too many ready marks wait", now_s)
+
+
+class _SendShell:
+    """Carries out what the sender's machines decide; all of it on the I/O thread."""
+
+    def __init__(
+        self, settings: LinkSettings, source: KvSource, on_event: Callable[[SendEvent], None], clock: Clock
+    ) -> None:
+        self.table = SenderTable(settings)
+        self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
+        self._source = source
+        self._on_event = on_event
+        self._clock = clock
+        self._channel: Channel
+
+    def begin(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def handle(self, event: ChannelEvent, now_s: float) -> None:
+        match event:
+            case Connected(route):
+                self.table.connected(route, now_s)
+            case Lost(route, reason):
+                self.table.lost(route, reason, now_s)
+            case Arrived(route, frames):
+                try:
+                    message, _ = decode(frames)
+                except FrameError as error:
+                    self.table.bad_frame(route, str(error), now_s)
+                else:
+                    self.table.message(route, message, now_s)
+
+    def carry_out(self, now_s: float) -> None:
+        while (instruction := self.table.take()) is not None:
+            match instruction:
+                case Dial(peer, address):
+                    self.table.dialled(peer, self._channel.connect(address))
+                case HangUp(route):
+                    self._channel.disconnect(route)
+                case Send():
+                    self._send(instruction, now_s)
+                case Emit(event):
+                    self._tell(event)
+
+    def work(self, now_s: float) -> bool:
+        for _ in range(FRAMES_PER_TURN):
+            plan = self.table.next_data(self.staging.has_room, now_s)
+            if plan is None:
+                return False
+            self._send_data(plan, now_s)
+            self.carry_out(now_s)
+        return True
+
+    def expire(self, now_s: float) -> None:
+        self.table.expire(now_s)
+
+    def next_due_s(self) -> float | None:
+        return self.table.next_due_s()
+
+    def extend_leases(self, late_s: float) -> None:
+        self.table.extend_leases(late_s)
+
+    def end(self, now_s: float) -> None:
+        self.table.close(now_s)
+
+    def _send(self, instruction: Send, now_s: float) -> None:
+        try:
+            header = encode(instruction.message)
+        except FrameError as error:
+            transfer_id = getattr(instruction.message, "transfer_id", None)
+            if transfer_id is None:
+                self.table.lost(instruction.route, f"cannot encode: {error}", now_s)
+            else:
+                self.table.fault(transfer_id, "cannot_encode", str(error), now_s)
+            return
+        if not self._channel.send(instruction.route, header):
+            self.table.lost(instruction.route, "cannot send", now_s)
+
+    def _send_data(self, plan: DataPlan, now_s: float) -> None:
+        spec, frame = plan.transfer.spec, plan.frame
+        route = plan.link.route
+        assert route is not None
+        slab = self.staging.lease()
+        payload = slab.view(frame.num_bytes)
+        begun_s = self._clock.now_s()
+        try:
+            self._source.pack(spec.transfer_id, frame.layers, frame.tokens, payload)
+        except Exception as error:
+            slab.release()
+            _logger.exception("packing failed for transfer %s", spec.transfer_id.hex())
+            self.table.fault(spec.transfer_id, "pack_failed", repr(error), now_s)
+            return
+        header = encode(plan.transfer.header(frame, checksum(payload)))
+        pack_s = self._clock.now_s() - begun_s
+        # Counted before the socket has it: a channel may release it at once.
+        self.table.data_sent(plan, pack_s, now_s)
+        released = partial(self._released, slab, plan.link, route)
+        if not self._channel.send_data(route, header, payload, released):
+            slab.release()
+            self.table.lost(route, "cannot send", now_s)
+
+    def _released(self, slab: Slab, link: SenderLink, route: Route) -> None:
+        slab.release()
+        self.table.data_released(link, route)
+
+    def _tell(self, event: SendEvent) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            _logger.exception("the node's handler failed on %s", event)
+
+
+def _check_hello(settings: LinkSettings) -> None:
+    mine = settings.incarnation
+    try:
+        encode(Hello(mine, mine, bytes(NONCE_BYTES), settings.offer))
+    except FrameError as error:
+        raise ConfigError([f"the identity does not fit a HELLO: {error}"]) from error

@@ -1,0 +1,82 @@
+"""What a node tells the corridor about itself, and the bounds of every wait, queue and buffer in it."""
+
+from dataclasses import dataclass
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.identity import Capabilities, Identity
+from pdserve.core.ids import Incarnation
+from pdserve.core.layout import KvLayout
+from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.messages import Offer
+
+MAX_FRAMES_IN_SOCKET = 4
+"""DATA frames per peer that are inside its socket at once: control never waits behind more."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """Settings of a node's end of the corridor. Times in seconds, sizes in bytes.
+
+    `secret` is the cluster secret; with it, only peers that prove to know it get a WELCOME. Deadlines are named for what is
+    waited for; where both sides wait for the same thing the owner's deadline stands here and the other adds `lease_s` twice.
+    """
+
+    identity: Identity
+    capabilities: Capabilities
+    layout: KvLayout
+    incarnation: Incarnation
+    secret: bytes | None = None
+    reserve_policy: str = "on_open"
+
+    lease_s: float = 3.0
+    """A link is lost when nothing was heard for this long."""
+    beat_s: float = 0.5
+    connect_wait_s: float = 5.0
+    """Sender: an opened transfer waits this long for a usable link."""
+    open_wait_s: float = 600.0
+    """Receiver: an expected transfer waits this long for OPEN; prompts may queue on the prefill node all that time."""
+    grant_wait_s: float = 30.0
+    """Receiver, owner: an OPEN waits this long for the node's grant, then NACK(BUSY)."""
+    transfer_idle_s: float = 10.0
+    """Receiver: time without a frame or a beat that names the transfer. Sender: time without progress against the window, and
+    from COMMIT to its answer."""
+    produce_wait_s: float = 300.0
+    """Sender: time without a range becoming ready. A backstop; the node's own deadlines are shorter."""
+    park_s: float = 2.0
+    """An OPEN that overtook its submit, or a HELLO that overtook the router's list of peers, waits this long."""
+    retry_min_s: float = 0.1
+    retry_max_s: float = 1.0
+    """A lost link is dialled again after a pause that doubles from the first to the second."""
+    tombstone_s: float = 60.0
+
+    window_bytes: int = 64 << 20
+    """Payload bytes that a sender may have under way on one link."""
+    staging_bytes: int = 16 << 20
+    """Sender: packed payload that no socket has taken yet, all links together."""
+    max_parked: int = 256
+    """Parked OPENs, and apart from them parked HELLOs; further ones are answered GONE(unknown) or not at all."""
+    max_tombstones: int = 4096
+    max_waiting_marks: int = 65536
+    """Ready marks on their way from the engine's thread; beyond it, the transfer that is marked fails by name."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError with every fault."""
+        layout = self.layout
+        faults = [
+            f"{name} must be at least one frame of {MAX_FRAME_BYTES} bytes"
+            for name in ("window_bytes", "staging_bytes")
+            if getattr(self, name) < MAX_FRAME_BYTES
+        ]
+        if any(layout.layer_token_bytes(layer) > MAX_FRAME_BYTES for layer in range(layout.num_layers)):
+            faults.append(f"one token of a layer does not fit a frame of {MAX_FRAME_BYTES} bytes")
+        if self.beat_s * 3 > self.lease_s:
+            faults.append(f"lease_s ({self.lease_s}) must be at least three times beat_s ({self.beat_s})")
+        if self.secret is not None and not self.secret:
+            faults.append("the cluster secret is empty")
+        if faults:
+            raise ConfigError(faults)
+
+    @property
+    def offer(self) -> Offer:
+        """What HELLO carries, and is compared with."""
+        return Offer(self.identity, self.capabilities, self.layout)

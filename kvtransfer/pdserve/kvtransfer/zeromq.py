@@ -1,0 +1,302 @@
+"""The ZeroMQ TCP channel: one ROUTER that listens, one DEALER per dialled address.
+
+A DEALER dials once and never reconnects by itself, since reconnection to a restarted peer would be silent. Monitors report
+connections and losses. On the ROUTER's side a loss is known by file descriptor, so the descriptor that each message came in on is
+remembered. `ZAP_DOMAIN` makes libzmq drop peers that speak no current ZMTP, so raw bytes never become messages.
+"""
+
+import contextlib
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import zmq
+
+from pdserve.core.errors import AddressInUse, ConfigError
+from pdserve.kvtransfer.channel import MAX_BATCH, MAX_FRAMES, Arrived, ChannelEvent, Connected, Lost, Route
+from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+
+SEND_HWM = 4096
+"""Messages inside one connection. DATA is bounded by its sender; this bounds control towards a peer that does not read."""
+CONNECT_TIMEOUT_MS = 3000
+ZAP_DOMAIN = b"pdserve"
+_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
+_FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+_FIRST_REAP_S = 0.001
+_LAST_REAP_S = 0.016
+
+
+@dataclass(slots=True)
+class _Dialled:
+    """A DEALER and its monitor."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    is_ready: bool = False
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A payload that libzmq may still read."""
+
+    tracker: zmq.MessageTracker
+    on_released: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Listener:
+    """The ROUTER, its monitor, and which route came in on which file descriptor."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    route_of_fd: dict[int, Route] = field(default_factory=dict)
+
+
+class ZeroMqChannel:
+    """One process's end, with its own context and one libzmq I/O thread. Used by one thread, except `wake`."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
+        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._listener: _Listener | None = None
+        self._dialled: dict[Route, _Dialled] = {}
+        self._numbers = count(1)
+        self._wake_lock = threading.Lock()
+        self._lent: list[_Lent] = []
+        self._reap_s = _FIRST_REAP_S
+        self._backlog: deque[ChannelEvent] = deque()
+        self._is_closed = False
+
+    def listen(self, host: str, port: int) -> str:
+        """Bind the ROUTER."""
+        socket = self._socket(zmq.ROUTER, is_ipv6=":" in host)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        monitor = socket.get_monitor_socket(_EVENTS | _FAILURES)
+        self._listener = _Listener(socket, monitor)
+        place = f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
+        try:
+            socket.bind(place)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUse(f"{place} is taken", hint="choose another port, or 0 for any") from error
+            raise ConfigError([f"cannot listen at {place}: {error}"]) from error
+        for each in (socket, monitor):
+            self._poller.register(each, zmq.POLLIN)
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, address: str) -> Route:
+        """Dial with a new DEALER."""
+        route = Route(f"d{next(self._numbers)}".encode())
+        socket = self._socket(zmq.DEALER, is_ipv6="[" in address)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        dialled = self._dialled[route] = _Dialled(socket, socket.get_monitor_socket(_EVENTS | _FAILURES))
+        for each in (dialled.socket, dialled.monitor):
+            self._poller.register(each, zmq.POLLIN)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self.disconnect(route)
+            self._backlog.append(Lost(route, f"cannot dial {address}: {error}"))
+        return route
+
+    def disconnect(self, route: Route) -> None:
+        """Close the DEALER of a dialled route, or forget an accepted one."""
+        self._backlog = deque(event for event in self._backlog if event.route != route)
+        dialled = self._dialled.pop(route, None)
+        if dialled is not None:
+            self._close_pair(dialled.socket, dialled.monitor)
+        elif self._listener is not None:
+            fds = self._listener.route_of_fd
+            for fd in [fd for fd, known in fds.items() if known == route]:
+                del fds[fd]
+
+    def send(self, route: Route, header: bytes) -> bool:
+        """Send one frame."""
+        socket, prefix = self._towards(route)
+        if socket is None:
+            return False
+        try:
+            socket.send_multipart([*prefix, header], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            # EAGAIN: not connected, or a peer that reads nothing; EHOSTUNREACH: the ROUTER knows no such peer.
+            return False
+        return True
+
+    def send_data(self, route: Route, header: bytes, payload: memoryview, on_released: Callable[[], None]) -> bool:
+        """Send a header and, without copying, a payload."""
+        socket, prefix = self._towards(route)
+        if socket is None:
+            return False
+        try:
+            tracker = socket.send_multipart([*prefix, header, payload], zmq.DONTWAIT, copy=False, track=True)
+        except zmq.ZMQError:
+            return False
+        assert tracker is not None
+        self._lent.append(_Lent(tracker, on_released))
+        self._reap_s = _FIRST_REAP_S
+        return True
+
+    def poll(self, timeout_s: float | None) -> list[ChannelEvent]:
+        """Wait for events. While payloads are lent out it returns early to look after them."""
+        if self._backlog:
+            return self._next_batch()
+        if self._reap():
+            timeout_s = 0.0
+        if self._lent:
+            timeout_s = self._reap_s if timeout_s is None else min(timeout_s, self._reap_s)
+            self._reap_s = min(2 * self._reap_s, _LAST_REAP_S)
+        timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
+        ready = {source for source, _ in self._poller.poll(timeout_ms)}
+        if self._wake_in in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_in, 4096)
+        self._backlog.extend(self._listener_events(ready))
+        for route, dialled in list(self._dialled.items()):
+            self._backlog.extend(self._dialled_events(route, dialled, ready))
+        self._reap()
+        return self._next_batch()
+
+    def wake(self) -> None:
+        """Write a byte into the pipe; a full pipe will wake the poll anyway."""
+        # The lock keeps a late wake from writing into a descriptor that `close` gave up and someone else got.
+        with self._wake_lock, contextlib.suppress(BlockingIOError):
+            if not self._is_closed:
+                os.write(self._wake_out, b"\0")
+
+    def close(self) -> None:
+        """Close all sockets and the context."""
+        with self._wake_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+        for dialled in self._dialled.values():
+            self._close_pair(dialled.socket, dialled.monitor)
+        self._dialled.clear()
+        if self._listener is not None:
+            self._close_pair(self._listener.socket, self._listener.monitor)
+            self._listener = None
+        self._context.term()
+        for lent in self._lent:
+            # After `term` libzmq reads nothing any more; pyzmq's own thread only has to say so.
+            lent.on_released()
+        self._lent.clear()
+
+    def _socket(self, kind: int, is_ipv6: bool) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        return socket
+
+    def _close_pair(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
+        for each in (socket, monitor):
+            if each in self._poller:
+                self._poller.unregister(each)
+        # An open monitor would make the context's `term` wait for ever. `disable_monitor` closes it as well.
+        socket.disable_monitor()
+        monitor.close(0)
+        socket.close(0)
+
+    def _towards(self, route: Route) -> "tuple[zmq.Socket[bytes] | None, list[bytes]]":
+        dialled = self._dialled.get(route)
+        if dialled is not None:
+            return dialled.socket, []
+        return (self._listener.socket, [route]) if self._listener is not None else (None, [])
+
+    def _listener_events(self, ready: set[object]) -> Iterator[ChannelEvent]:
+        """Yield arrivals, then losses.
+
+        Messages are read before the monitor, and descriptors are noted after it: so a loss of an older connection on a descriptor
+        that was used again is never taken for a loss of the newer one.
+        """
+        listener = self._listener
+        if listener is None:
+            return
+        fresh: dict[int, Route] = {}
+        num_read = 0
+        if listener.socket in ready:
+            for frames in self._received(listener.socket):
+                num_read += 1
+                if len(frames) < 2:
+                    continue
+                route = Route(frames[0].bytes)
+                fresh[int(frames[1].get(zmq.SRCFD))] = route
+                yield Arrived(route, tuple(frame.buffer for frame in frames[1:]))
+        # With more messages to read, losses wait: what came before a loss is delivered before it.
+        if num_read < MAX_BATCH:
+            for event, fd in self._monitored(listener.monitor):
+                if event == zmq.Event.DISCONNECTED and (lost := listener.route_of_fd.pop(fd, None)):
+                    yield Lost(lost, "disconnected")
+        for fd, route in fresh.items():
+            before = listener.route_of_fd.get(fd)
+            if before is not None and before != route:
+                yield Lost(before, "disconnected")
+            listener.route_of_fd[fd] = route
+
+    def _dialled_events(self, route: Route, dialled: _Dialled, ready: set[object]) -> Iterator[ChannelEvent]:
+        num_read = 0
+        if dialled.socket in ready:
+            for frames in self._received(dialled.socket):
+                num_read += 1
+                yield Arrived(route, tuple(frame.buffer for frame in frames))
+        if dialled.monitor not in ready or num_read >= MAX_BATCH:
+            return
+        for event, _ in self._monitored(dialled.monitor):
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                yield Connected(route)
+            else:
+                yield Lost(route, "disconnected" if event == zmq.Event.DISCONNECTED else "cannot connect")
+
+    @staticmethod
+    def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[zmq.Frame]]:
+        """Yield up to a batch of messages, of each only the first frames."""
+        for _ in range(MAX_BATCH):
+            try:
+                frames = [socket.recv(zmq.DONTWAIT, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frame = socket.recv(zmq.DONTWAIT, copy=False)
+                if len(frames) <= MAX_FRAMES:
+                    frames.append(frame)
+                elif not frame.more:
+                    break
+            yield frames
+
+    @staticmethod
+    def _monitored(monitor: "zmq.Socket[bytes]") -> Iterator[tuple[int, int]]:
+        """Yield (event, value) of a monitor; the value of a loss is the file descriptor."""
+        while True:
+            try:
+                frames = monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            event, value = struct.unpack("<HI", frames[0])
+            yield event, value
+
+    def _next_batch(self) -> list[ChannelEvent]:
+        return [self._backlog.popleft() for _ in range(min(MAX_BATCH, len(self._backlog)))]
+
+    def _reap(self) -> bool:
+        """Tell the owners of payloads that libzmq is done with; return whether there were any."""
+        done = [lent for lent in self._lent if lent.tracker.done]
+        if done:
+            self._lent = [lent for lent in self._lent if lent not in done]
+            self._reap_s = _FIRST_REAP_S
+            for lent in done:
+                lent.on_released()
+        return bool(done)
