@@ -1,7 +1,7 @@
 """One connection to a router."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -47,7 +47,7 @@ class Client:
 
     async def generate(
         self, prompt: Prompt, options: Options | None = None, *, stream: bool = True
-    ) -> AsyncIterator[Delta | Finished | Summary]:
+    ) -> AsyncGenerator[Delta | Finished | Summary, None]:
         """Yield the parts of the answer as they arrive; the summary is the last one.
 
         Leaving the iteration early (`aclose`, cancellation) cancels the call on the router. With `stream` false all parts
@@ -60,15 +60,15 @@ class Client:
             raise InvalidRequest(str(error)) from None
         began_s = time.monotonic()
         call = self._stub.Generate(request, timeout=options.timeout_s)
-        is_complete = False
+        is_complete = has_begun = False
         try:
             async for message in call:
                 arrival_s = time.monotonic() - began_s
                 for part in translate.parts_from_pb(message, arrival_s):
-                    is_complete = isinstance(part, Summary)
+                    has_begun, is_complete = True, isinstance(part, Summary)
                     yield part
         except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+            raise self._error(error, has_begun=has_begun) from None
         finally:
             call.cancel()
         if not is_complete:
@@ -107,9 +107,15 @@ class Client:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
-    def _error(self, error: grpc.aio.AioRpcError) -> PdserveError:
+    def _error(self, error: grpc.aio.AioRpcError, *, has_begun: bool = False) -> PdserveError:
         typed = error_from_rpc(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
+            if has_begun:
+                return Unreachable(
+                    f"the connection to {self.address} was lost before the answer was complete",
+                    hint="what came so far is valid; ask again for the whole",
+                    metadata={"cause": error.details() or ""},
+                )
             return Unreachable(
                 f"no router answers at {self.address}",
                 hint="start one with `pdserve up`, or name another with --server HOST:PORT",

@@ -32,7 +32,10 @@ def request_to_pb(prompt: Prompt, options: Options, *, stream: bool) -> pb.Gener
         turns = [pb.ChatMessage(role=turn.role, content=turn.content) for turn in prompt.turns]
         request.chat.CopyFrom(pb.ChatInput(messages=turns))
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        try:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"token_ids: {error}") from None
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         _set(request.sampling, name, getattr(options, name))
     for name in ("max_tokens", "ignore_eos"):
