@@ -14,6 +14,7 @@ from pdserve.cli.exit_codes import exit_code_of
 from pdserve.core.errors import Cancelled, PdserveError
 
 T = TypeVar("T")
+PIPE_WIDTH = 200
 
 
 def is_debug() -> bool:
@@ -22,8 +23,8 @@ def is_debug() -> bool:
 
 
 def output() -> Console:
-    """Return the console of results. Never wraps what a pipe reads."""
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    """Return the console of results; as wide as the terminal, or wide enough for any table where a pipe reads."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def errors_output() -> Console:

@@ -1,0 +1,197 @@
+"""Where settings come from, and that every fault is told."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
+from pdserve.cli.settings_options import command_of
+from pdserve.core.errors import ConfigError
+from pdserve.core.settings import DecodeSettings, PrefillSettings, ProcessSettings, RouterSettings, load_settings
+
+KINDS: list[type[ProcessSettings]] = [RouterSettings, PrefillSettings, DecodeSettings]
+EVERY_FIELD = [(kind, name) for kind in KINDS for name in kind.model_fields]
+SOURCES = ("option", "environment", "table", "top of file", "default")
+SAMPLES: Mapping[str, tuple[str, str, str, str]] = {
+    "model": ("a", "b", "c", "d"),
+    "drain_s": ("1", "2", "3", "4"),
+    "prefill": ("h:1", "h:2", "h:3", "h:4"),
+    "max_queue": ("1", "2", "3", "4"),
+    "block_size": ("1", "2", "3", "4"),
+    "reserve": ("on_submit", "on_complete", "on_submit", "on_complete"),
+    "token_budget": ("1", "2", "3", "4"),
+    "cluster_secret": ("a", "b", "c", "d"),
+}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        for name in [*kind.model_fields, "config", "test"]:
+            monkeypatch.delenv(f"PDSERVE_{name.upper()}", raising=False)
+
+
+def run_command(kind: type[ProcessSettings], arguments: list[str]) -> ProcessSettings:
+    """Return the settings that the command line of a process arrives at."""
+    loaded: list[ProcessSettings] = []
+
+    def run(given: Mapping[str, Any], config: Path | None) -> None:
+        loaded.append(load_settings(kind, given, config))
+
+    app = typer.Typer()
+    app.command()(command_of(kind, run, "A process."))
+    app(arguments, standalone_mode=False)
+    return loaded[0]
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_FIELD, ids=lambda value: getattr(value, "table", value))
+def test_every_setting_is_an_option(kind: type[ProcessSettings], name: str) -> None:
+    seen: list[Mapping[str, Any]] = []
+    app = typer.Typer()
+    app.command()(command_of(kind, lambda given, _: seen.append(given), "A process."))
+    app([f"--{name.replace('_', '-')}", "text"], standalone_mode=False)
+    assert seen == [{name: "text"}]
+
+
+@pytest.mark.parametrize("first", range(len(SOURCES)), ids=lambda i: SOURCES[i])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, name in EVERY_FIELD if name in SAMPLES],
+    ids=lambda value: getattr(value, "table", value),
+)
+def test_first_source_wins(
+    kind: type[ProcessSettings], name: str, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sources from `first` on say something; the first of them is heard."""
+    samples = SAMPLES[name]
+    config = tmp_path / "pdserve.toml"
+    is_number = samples[0].isdigit()
+    top, table = (value if is_number else f'"{value}"' for value in (samples[3], samples[2]))
+    lines = [f"{name} = {top}"] if first <= 3 else []
+    lines += [f"[{kind.table}]", f"{name} = {table}"] if first <= 2 else []
+    config.write_text("\n".join(lines), encoding="utf-8")
+    if first <= 1:
+        monkeypatch.setenv(f"PDSERVE_{name.upper()}", samples[1])
+    arguments = ["--config", str(config)]
+    if first == 0:
+        arguments += [f"--{name.replace('_', '-')}", samples[0]]
+    settings = run_command(kind, arguments)
+    expected = kind.model_fields[name].default if first == 4 else samples[first]
+    heard = getattr(settings, name)
+    if name == "cluster_secret":
+        heard = None if heard is None else heard.get_secret_value()
+    if name == "prefill":
+        heard = ",".join(heard) if heard else ()
+    assert heard == expected or str(heard) == expected or float(heard) == float(expected)
+
+
+def test_file_is_found_through_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "pdserve.toml"
+    config.write_text("lease_s = 9\n[decode]\nmax_batch = 5", encoding="utf-8")
+    monkeypatch.setenv("PDSERVE_CONFIG", str(config))
+    settings = run_command(DecodeSettings, [])
+    assert isinstance(settings, DecodeSettings)
+    assert (settings.lease_s, settings.max_batch) == (9.0, 5)
+    assert run_command(RouterSettings, []).lease_s == 9.0
+
+
+def test_repeated_addresses_are_joined() -> None:
+    settings = run_command(RouterSettings, ["--decode", "a:1", "--decode", "b:2,c:3"])
+    assert isinstance(settings, RouterSettings)
+    assert settings.decode == ("a:1", "b:2", "c:3")
+
+
+def faults_of(kind: type[ProcessSettings], arguments: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        run_command(kind, arguments)
+    return error.value.faults
+
+
+def test_all_faults_are_told_at_once_whatever_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a single field from each source, and two between fields."""
+    config = tmp_path / "pdserve.toml"
+    config.write_text('[decode]\nmax_batch = "many"\nnonsense = 1\n', encoding="utf-8")
+    monkeypatch.setenv("PDSERVE_KV_BLOCKS", "0")
+    arguments = ["--config", str(config), "--port", "99999", "--host", "0.0.0.0", "--hold-at", "decoding"]
+    faults = faults_of(DecodeSettings, [*arguments, "--beat-s", "2"])
+    named = [fault.partition(":")[0] for fault in faults]
+    assert sorted(named) == sorted(
+        ["max_batch", "nonsense", "kv_blocks", "port", "hold_at", "advertise", "cluster_secret", "lease_s"]
+    )
+
+
+@pytest.mark.parametrize("option", ["--advertise", "--kv-advertise"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_address_that_nobody_can_reach_is_refused(option: str, host: str) -> None:
+    (fault,) = faults_of(DecodeSettings, [option, host])
+    assert fault.startswith(option.removeprefix("--").replace("-", "_"))
+
+
+def test_off_loopback_a_secret_is_required_and_never_shown(tmp_path: Path) -> None:
+    (fault,) = faults_of(PrefillSettings, ["--host", "10.0.0.5"])
+    assert "PDSERVE_CLUSTER_SECRET" in fault
+    config = tmp_path / "pdserve.toml"
+    config.write_text("cluster_secret = 123456\n", encoding="utf-8")
+    (fault,) = faults_of(PrefillSettings, ["--config", str(config)])
+    assert fault.startswith("cluster_secret")
+    assert "123456" not in fault
+    settings = run_command(PrefillSettings, ["--host", "10.0.0.5", "--cluster-secret", "quiet"])
+    assert "quiet" not in repr(settings)
+
+
+def test_decode_address_given_as_prefill_is_refused_by_name() -> None:
+    (fault,) = faults_of(RouterSettings, ["--prefill", "a:1,b:2", "--decode", "b:2"])
+    assert "b:2 is also given as prefill" in fault
+
+
+def test_hold_is_for_tests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    (fault,) = faults_of(DecodeSettings, ["--hold-at", "decoding:3"])
+    assert "PDSERVE_TEST=1" in fault
+    monkeypatch.setenv("PDSERVE_TEST", "1")
+    assert run_command(DecodeSettings, ["--hold-at", "decoding:3"]).hold_at == "decoding:3"
+    (fault,) = faults_of(DecodeSettings, ["--hold-at", "sleeping"])
+    assert "sleeping" in fault
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("port = ", "toml"), ("[lab]\nport = 1", "[lab]"), ("colour = 1", "'colour'"), (None, "No such file")],
+)
+def test_bad_file_is_told_by_what_is_wrong(content: str | None, named: str, tmp_path: Path) -> None:
+    config = tmp_path / "pdserve.toml"
+    if content is not None:
+        config.write_text(content, encoding="utf-8")
+    (fault,) = faults_of(RouterSettings, ["--config", str(config)])
+    assert named in fault
+
+
+def test_cluster_passes_each_setting_to_the_roles_that_have_it() -> None:
+    shared, by_role = parse_sets(["token-budget=64", "decode.block_size=32"])
+    options = ClusterOptions(2, 1, shared | {"block_size": "16", "port": "7000"}, by_role)
+    plan, models = plan_cluster(options)
+    assert models == ("smollm2-135m-instruct",)
+    assert plan.port == 7000
+    assert [node.name for node in plan.nodes] == ["prefill-0", "prefill-1", "decode-0"]
+    prefill, decode = plan.nodes[0].command, plan.nodes[2].command
+    assert {"--block-size=16", "--token-budget=64"} <= set(prefill)
+    assert "--block-size=32" in decode
+    assert not {"--block-size=16", "--token-budget=64"} & set(decode)
+    assert not any(argument.startswith(("--block-size", "--port")) for argument in plan.router.command)
+
+
+def test_cluster_tells_the_faults_of_all_roles_at_once() -> None:
+    options = ClusterOptions(shared={"port": "x", "kv_blocks": "0"}, by_role={"decode": {"max_batch": "0"}})
+    with pytest.raises(ConfigError) as error:
+        plan_cluster(options)
+    assert sorted(fault.partition(":")[0] for fault in error.value.faults) == ["kv_blocks", "max_batch", "port"]
+
+
+@pytest.mark.parametrize(
+    "text", ["port", "x.port=1", "colour=1", "decode.token_budget=1", "ready_fd=3", "prefill.port=1"]
+)
+def test_set_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=text.partition("=")[0]):
+        parse_sets([text])
