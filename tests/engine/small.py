@@ -1,0 +1,76 @@
+"""Small engines for tests: a random model with windows and grouped heads, and what is done with it again and again."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from torch import Tensor
+
+from pdserve.core.layout import num_blocks_for
+from pdserve.core.work import Sampling
+from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.engine import Engine
+from pdserve.engine.loading import LoadedModel
+from tests.architectures.tiny import ARCHITECTURES, build
+
+GREEDY = Sampling()
+
+
+@cache
+def model_of(model_type: str) -> LoadedModel:
+    return build(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type), seed=0)
+
+
+def small_engine(model_type: str = "qwen3", *, block_size: int = 4, num_blocks: int = 40) -> Engine:
+    """Return an engine whose layers 0 and 2 have a window of 6 tokens (qwen3) or none (llama)."""
+    return Engine(model_of(model_type), dtype="float32", device="cpu", block_size=block_size, num_blocks=num_blocks)
+
+
+def prompt_of(length: int, number: int = 0) -> tuple[int, ...]:
+    return tuple((5 + 31 * number + 13 * index + index * index) % 199 for index in range(length))
+
+
+class Generation:
+    """One sequence on an engine, step by step."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        first_block: int,
+        sampling: Sampling = GREEDY,
+        output: Sequence[int] = (),
+    ) -> None:
+        self.prompt = tuple(prompt)
+        self.output = list(output)
+        self.sampling = sampling
+        self.num_computed = 0
+        size = num_blocks_for(engine.max_model_len, engine.block_size)
+        self.block_ids = list(range(first_block, min(first_block + size, engine.num_blocks)))
+
+    def next_chunk(self, budget: int = 1 << 30) -> SequenceChunk:
+        """Return the next tokens to compute, at most `budget`; the last chunk of what is known asks for a token."""
+        known = (*self.prompt, *self.output)
+        start, stop = self.num_computed, min(len(known), self.num_computed + budget)
+        self.num_computed = stop
+        sampling = self.sampling if stop == len(known) else None
+        return SequenceChunk(known[start:stop], start, self.block_ids, sampling, next_index=len(self.output))
+
+    def accept(self, token: tuple[int, float] | None) -> None:
+        if token is not None:
+            self.output.append(token[0])
+
+
+def generate(engine: Engine, generations: Sequence[Generation], num_tokens: int, budget: int = 1 << 30) -> None:
+    """Step all together until each has `num_tokens` of output."""
+    while pending := [generation for generation in generations if len(generation.output) < num_tokens]:
+        result = engine.step([generation.next_chunk(budget) for generation in pending])
+        for generation, token in zip(pending, result.tokens, strict=True):
+            generation.accept(token)
+
+
+def prompt_logits(engine: Engine, prompt: tuple[int, ...], budget: int, first_block: int = 0) -> Tensor:
+    """Return the logits after a prompt computed alone in chunks of `budget`, [vocabulary]."""
+    generation = Generation(engine, prompt, first_block)
+    while generation.num_computed < len(prompt):
+        logits = engine.logits([generation.next_chunk(budget)])
+    return logits[0]
