@@ -27,8 +27,20 @@ DEADLINE_S = 30.0
 START_S = 120.0
 POLL_S = 0.01
 
-LEAK_GAUGES = ("legs", "held", "outbox_bytes", "blocks.used", "blocks.reserved")
-"""Gauges of a node that are zero when nothing is under way; the corridor's are added by prefix."""
+LEAK_GAUGES = (
+    "legs",
+    "held",
+    "outbox_bytes",
+    "blocks.used",
+    "blocks.reserved",
+    "kv_transfers",
+    "kv_parked_opens",
+    "kv_frames_in_sockets",
+    "kv_staging_bytes",
+    "prefill.bound_transfers",
+    "decode.bound_transfers",
+)
+"""Gauges of a node that are zero when nothing is under way."""
 
 
 @dataclass
@@ -121,8 +133,7 @@ class Cluster:
             state = await self.node_state(name)
             gauges = dict(state.gauges)
             left += [f"{name}: {violation}" for violation in state.violations]
-            watched = [*LEAK_GAUGES, *(gauge for gauge in gauges if gauge.startswith("kv.") and gauge.endswith("open"))]
-            left += [f"{name}: {gauge} = {gauges[gauge]:g}" for gauge in watched if gauges[gauge] != 0]
+            left += [f"{name}: {gauge} = {gauges[gauge]:g}" for gauge in LEAK_GAUGES if gauges.get(gauge, 0) != 0]
             if gauges["blocks.free"] + gauges["blocks.cached"] != gauges["blocks.total"]:
                 left.append(f"{name}: {gauges['blocks.free']:g} of {gauges['blocks.total']:g} blocks are free")
         state_of_router = await self.client.cluster_state()

@@ -92,8 +92,8 @@ class ProcessSettings(BaseSettings):
             faults.append(f"advertise: {self.advertise!r} is no address that others can reach; give a host name or IP")
         if self.host in WILDCARD_HOSTS and self.advertise is None:
             faults.append("advertise: required when listening on all addresses; give the host that others reach")
-        if self.beat_s * 2 > self.lease_s:
-            faults.append("lease_s: must be at least twice beat_s")
+        if self.beat_s * 3 > self.lease_s:
+            faults.append("lease_s: must be at least three times beat_s")
         if self.needs_secret and self.cluster_secret is None:
             faults.append("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
         if faults:
@@ -204,7 +204,7 @@ class DecodeSettings(NodeSettings):
     kv_advertise: str | None = Field(None, description="Host that prefill nodes reach for KV; unset: as advertise.")
     max_batch: Positive = Field(64, description="Sequences per step.")
     reserve: str = Field(
-        "on_open", pattern="^(on_submit|on_open|on_complete)$", description="When blocks are promised."
+        "on_open", pattern="^(on_submit|on_open)$", description="When blocks are promised: on_submit or on_open."
     )
     growth_blocks: int = Field(1, ge=0, description="Blocks kept free per running sequence when another is let in.")
 

@@ -1,9 +1,9 @@
 """The decode node's desk: carries events to the scheduler and its instructions to engine, corridor and router."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 
+from pdserve import kvtransfer as kv
 from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation, LegKey
@@ -16,7 +16,7 @@ from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker, StepRecord
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.kvtransfer import receive_service as kv
+from pdserve.node.corridor import link_settings, on_loop
 from pdserve.node.desk import EngineFacts, Load, violations
 from pdserve.node.legs import Legs
 from pdserve.node.loading import engine_facts
@@ -50,14 +50,13 @@ class DecodeDesk:
         self._scheduler = DecodeScheduler(limits, self._pool, engine.eos_token_ids, parse_hold(settings.hold_at))
         self._intake = Intake(engine)
         self._connected: set[Incarnation] = set()
-        loop = asyncio.get_running_loop()
         self._corridor = kv.KvReceiveService(
-            kv.link_settings(settings, engine.identity, engine.capabilities, engine.layout, incarnation),
+            link_settings(settings, engine, incarnation),
             self._intake,
-            lambda event: loop.call_soon_threadsafe(self._on_corridor, event),
+            on_loop(self._on_corridor),
             host=settings.host,
             port=settings.kv_port,
-            advertise=settings.kv_advertise or settings.advertise,
+            advertise=settings.kv_advertise or settings.advertise or "",
             clock=clock,
         )
         self._corridor.start()
@@ -136,7 +135,7 @@ class DecodeDesk:
 
     def check_invariants(self) -> list[str]:
         """Return what is wrong."""
-        return violations((self._scheduler.check_invariants,))
+        return violations((self._scheduler.check_invariants, self._corridor.check_invariants))
 
     async def run(self) -> None:
         """Run the step loop until cancelled."""

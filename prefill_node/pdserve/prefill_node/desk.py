@@ -1,9 +1,9 @@
 """The prefill node's desk: carries events to the scheduler and its instructions to engine, corridor and router."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 
+from pdserve import kvtransfer as kv
 from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation, LegKey
@@ -11,7 +11,7 @@ from pdserve.core.settings import PrefillSettings
 from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.kvtransfer import send_service as kv
+from pdserve.node.corridor import link_settings, on_loop
 from pdserve.node.desk import EngineFacts, Load, violations
 from pdserve.node.legs import Legs
 from pdserve.node.loading import engine_facts
@@ -48,11 +48,10 @@ class PrefillDesk:
         self._scheduler = PrefillScheduler(limits, self._pool, engine.eos_token_ids, parse_hold(settings.hold_at))
         self._handoff = Handoff(engine)
         self._connected: set[Incarnation] = set()
-        loop = asyncio.get_running_loop()
         self._corridor = kv.KvSendService(
-            kv.link_settings(settings, engine.identity, engine.capabilities, engine.layout, incarnation),
+            link_settings(settings, engine, incarnation),
             self._handoff,
-            lambda event: loop.call_soon_threadsafe(self._on_corridor, event),
+            on_loop(self._on_corridor),
             clock,
         )
         self._corridor.start()
@@ -133,7 +132,7 @@ class PrefillDesk:
 
     def check_invariants(self) -> list[str]:
         """Return what is wrong."""
-        return violations((self._scheduler.check_invariants,))
+        return violations((self._scheduler.check_invariants, self._corridor.check_invariants))
 
     async def run(self) -> None:
         """Run the step loop until cancelled."""

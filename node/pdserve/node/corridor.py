@@ -1,0 +1,40 @@
+"""A node's end of the corridor, from its settings and its engine."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from pdserve.core.ids import Incarnation
+from pdserve.core.settings import DecodeSettings, NodeSettings
+from pdserve.engine.engine import Engine
+from pdserve.kvtransfer import LinkSettings
+
+E = TypeVar("E")
+
+
+def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnation) -> LinkSettings:
+    """Return what the corridor is told. Raises ConfigError if the bounds do not fit each other or the model."""
+    return LinkSettings(
+        identity=engine.identity,
+        capabilities=engine.capabilities,
+        layout=engine.layout,
+        incarnation=incarnation,
+        secret=settings.secret,
+        reserve_policy=settings.reserve if isinstance(settings, DecodeSettings) else "",
+        lease_s=settings.lease_s,
+        beat_s=settings.beat_s,
+        grant_wait_s=settings.grant_wait_s,
+        transfer_idle_s=settings.transfer_idle_s,
+        window_bytes=settings.kv_window_bytes,
+        staging_bytes=settings.kv_staging_bytes,
+    )
+
+
+def on_loop(handle: Callable[[E], None]) -> Callable[[E], None]:
+    """Return a callback for the corridor's thread that has `handle` run on the event loop, in order."""
+    loop = asyncio.get_running_loop()
+
+    def on_event(event: E) -> None:
+        loop.call_soon_threadsafe(handle, event)
+
+    return on_event
