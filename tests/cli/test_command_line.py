@@ -158,14 +158,22 @@ async def test_ctrl_c_cancels_the_request() -> None:
     async with stub_router() as (router, address):
         router.answer, router.hangs = ANSWER[:1], True
         process = await asyncio.create_subprocess_exec(
-            *PDSERVE, "generate", "hi", "--server", address, stdout=asyncio.subprocess.PIPE, stderr=subprocess.DEVNULL
+            *PDSERVE,
+            "generate",
+            "hi",
+            "--server",
+            address,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
         assert process.stdout is not None
         async with asyncio.timeout(DEADLINE_S):
             assert await process.stdout.read(len("Zwölf".encode())) == "Zwölf".encode()
             process.send_signal(signal.SIGINT)
             await router.cancelled.wait()
-            assert await process.wait() == ExitCode.INTERRUPTED
+            _, told = await process.communicate()
+            assert process.returncode == ExitCode.INTERRUPTED
+            assert told == b"error: interrupted\n"
 
 
 @pytest.mark.asyncio
