@@ -115,7 +115,9 @@ class Engine:
         if not chunks:
             return StepResult(())
         rows = [
-            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index) for chunk in chunks if chunk.sampling is not None
+            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index)
+            for chunk in chunks
+            if chunk.sampling is not None
         ]
         with torch.inference_mode():
             drawn = iter(sample(self.logits(chunks, on_layer), rows))

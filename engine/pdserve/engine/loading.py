@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from pdserve.core.errors import ModelUnavailable, ModelUnsupported
@@ -74,7 +76,7 @@ def eos_token_ids(folder: Path, config: PreTrainedConfig) -> frozenset[int]:
 def _read_config(folder: Path) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelUnavailable(
             f"cannot read the config of {folder}: {error}", hint="is it a Hugging Face folder?"
         ) from error
@@ -99,7 +101,7 @@ def _read_module(folder: Path, config: PreTrainedConfig, dtype: str) -> torch.nn
         raise ModelUnsupported(
             f"transformers cannot load {architecture_of(config)} for paged attention: {error}"
         ) from error
-    except (OSError, RuntimeError, KeyError) as error:
+    except (OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelUnavailable(f"cannot read the weights of {folder}: {error}") from error
     # transformers fills such weights with random numbers and goes on.
     absent = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
