@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pdserve.core.ids import new_incarnation
-from pdserve.core.layout import KvLayout, LayerLayout
-from pdserve.kvtransfer import Acked, Granted, Received
+from pdserve.kvtransfer import Acked, Received
 from pdserve.kvtransfer.channel import Channel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
-from tests.kvtransfer.nodes import FIRST, Pair, settings
+from tests.kvtransfer.nodes import FIRST, Pair
 
 
 @pytest.fixture(params=["inprocess", "zeromq"])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import InternalError, PdserveError
+from pdserve.core.errors import InternalError
 from pdserve.kvtransfer.channel import MAX_BATCH, Channel, ChannelEvent
 
 _logger = logging.getLogger(__name__)
@@ -154,8 +154,7 @@ class IoLoop:
                 self._guard(self._commands.popleft(), now_s)
             if len(events) < MAX_BATCH:
                 self._guard(self._machinery.expire, now_s)
-            with self.lock:
-                may_do_more = len(events) == MAX_BATCH or self._machinery.work(now_s)
+            may_do_more = self._work(now_s) or len(events) == MAX_BATCH
 
     def _timeout_s(self, now_s: float, may_do_more: bool) -> float | None:
         if may_do_more or self._commands:
@@ -164,13 +163,23 @@ class IoLoop:
             due_s = self._machinery.next_due_s()
         return None if due_s is None else max(0.0, due_s - now_s)
 
+    def _work(self, now_s: float) -> bool:
+        may_do_more = False
+
+        def work(now_s: float) -> None:
+            nonlocal may_do_more
+            may_do_more = self._machinery.work(now_s)
+
+        self._guard(work, now_s)
+        return may_do_more
+
     def _guard(self, act: Command, now_s: float) -> None:
-        """Run one thing and what follows from it. An error of ours fails that thing; its deadline ends what it left behind."""
+        """Run one thing and what follows from it. An error of ours fails that thing; deadlines end what it left behind."""
         with self.lock:
             try:
                 act(now_s)
                 self._machinery.carry_out(now_s)
-            except PdserveError:
+            except Exception:
                 self.num_errors += 1
                 _logger.exception("%s: an event could not be handled", self._thread.name)
 
