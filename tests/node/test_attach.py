@@ -1,0 +1,281 @@
+"""The Attach stream over real gRPC: hello, lease, supersession, unusable messages, drain."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from pdserve.core.build import ProcessInfo, Role
+from pdserve.core.clock import SystemClock
+from pdserve.core.ids import Incarnation
+from pdserve.core.work import SampledToken
+from pdserve.node.attach import StreamSettings
+from pdserve.node.service import NodeServicer
+from pdserve.rpc.options import channel_options
+from pdserve.rpc.secret import secret_metadata
+from pdserve.v1 import node_pb2, node_pb2_grpc
+from tests.node.scripted_desk import ScriptedDesk
+from tests.node.works import DECODE, PREFILL, ROUTER, leg
+
+pytestmark = pytest.mark.asyncio
+
+DEADLINE_S = 20.0
+Call = grpc.aio.StreamStreamCall[node_pb2.AttachRequest, node_pb2.AttachResponse]
+
+
+@dataclass
+class Node:
+    """A served NodeServicer and a channel to it."""
+
+    servicer: NodeServicer
+    desk: ScriptedDesk
+    channel: grpc.aio.Channel
+
+    async def attach(self, number: int = 1, secret: bytes | None = None) -> Call:
+        """Open a stream, say hello, and read the node's hello."""
+        call = node_pb2_grpc.NodeServiceStub(self.channel).Attach(metadata=secret_metadata(secret))
+        hello = node_pb2.RouterHello(incarnation=ROUTER, stream_number=number, lease_s=1)
+        await call.write(node_pb2.AttachRequest(hello=hello))
+        assert (await read(call)).WhichOneof("message") == "hello"
+        return call
+
+
+@asynccontextmanager
+async def served(*, lease_s: float = 10.0, max_waiting: int = 4, secret: bytes | None = None) -> AsyncIterator[Node]:
+    servicer = NodeServicer(StreamSettings(lease_s, lease_s / 6, max_waiting), secret, SystemClock())
+    desk = ScriptedDesk(servicer.legs)
+    process = ProcessInfo(Role.PREFILL, Incarnation(PREFILL), "0", "test")
+    servicer.open_for_work(desk, process, dict)
+    server = grpc.aio.server()
+    node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
+            yield Node(servicer, desk, channel)
+    finally:
+        await server.stop(0)
+
+
+async def read(call: Call) -> node_pb2.AttachResponse:
+    """Return the next message; fail if the stream has ended."""
+    message = await asyncio.wait_for(call.read(), DEADLINE_S)
+    assert isinstance(message, node_pb2.AttachResponse), "the stream has ended"
+    return message
+
+
+async def read_events(call: Call, number: int) -> list[node_pb2.LegEvent]:
+    """Return the next `number` leg events, passing over status and beats."""
+    events: list[node_pb2.LegEvent] = []
+    while len(events) < number:
+        events += (await read(call)).step.events
+    return events
+
+
+async def until_ended(call: Call) -> None:
+    """Read until the node ends the stream."""
+    async with asyncio.timeout(DEADLINE_S):
+        while isinstance(await call.read(), node_pb2.AttachResponse):
+            pass
+
+
+def submit(session_id: int, attempt: int = 1, **changes: object) -> node_pb2.AttachRequest:
+    message = node_pb2.Submit(
+        session_id=session_id,
+        attempt=attempt,
+        transfer_id=b"T" * 16,
+        prefill_incarnation=PREFILL,
+        decode_incarnation=DECODE,
+        num_prompt_ids=3,
+        prompt_ids=[5, 6, 7],
+        max_tokens=4,
+        sampling=node_pb2.NodeSampling(top_p=1.0),
+    )
+    message.MergeFrom(node_pb2.Submit(**changes))  # type: ignore[arg-type] # test rows of many types
+    return node_pb2.AttachRequest(submit=message)
+
+
+async def test_a_submit_reaches_the_desk_and_a_cancel_too() -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1))
+        await call.write(node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=1, attempt=1, reason="client")))
+        kinds = [event.WhichOneof("event") for event in await read_events(call, 2)]
+        assert kinds == ["ended", "released"]
+        assert [work.leg for work in node.desk.submitted] == [leg(1)]
+        assert node.desk.cancelled == [(leg(1), "client")]
+
+
+async def test_hello_must_come_first() -> None:
+    async with served() as node:
+        call = node_pb2_grpc.NodeServiceStub(node.channel).Attach()
+        await call.write(submit(1))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_newer_stream_supersedes_and_an_older_is_refused() -> None:
+    async with served() as node:
+        older = await node.attach(5)
+        await older.write(submit(1))
+        await read_status_until(older)
+        newer = await node.attach(6)
+        await until_ended(older)
+        assert [key for key, _ in node.desk.cancelled] == [leg(1)]
+        stale = node_pb2_grpc.NodeServiceStub(node.channel).Attach()
+        hello = node_pb2.RouterHello(incarnation=ROUTER, stream_number=5)
+        await stale.write(node_pb2.AttachRequest(hello=hello))
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stale.read()
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await newer.write(node_pb2.AttachRequest(beat=node_pb2.Beat()))
+        await read(newer)
+
+
+async def read_status_until(call: Call) -> None:
+    """Return once a status shows that the node works through what was written."""
+    while (await read(call)).WhichOneof("message") != "status":
+        pass
+
+
+async def test_a_silent_router_loses_its_lease_and_its_legs() -> None:
+    async with served(lease_s=0.3) as node:
+        call = await node.attach()
+        await call.write(submit(1))
+        await until_ended(call)
+        [(key, reason)] = node.desk.cancelled
+        assert key == leg(1)
+        assert "silent" in reason
+        assert node.servicer.gauges()["routers"] == 0
+        assert node.servicer.gauges()["legs"] == 0
+
+
+async def test_a_router_that_does_not_read_loses_its_lease() -> None:
+    """Nothing blocks the node: the outbox merges, and a write blocked for longer than the lease ends the stream."""
+    async with served(lease_s=0.5) as node:
+        call = await node.attach()
+        await call.write(submit(1, max_tokens=10**9))
+        beats = asyncio.create_task(beat(call))
+        lost = asyncio.Event()
+        node.desk.cancelled = Watched(lost)
+        async with asyncio.timeout(DEADLINE_S):
+            index = 0
+            while not lost.is_set():
+                if node.servicer.legs.is_open(leg(1)) and node.servicer.legs.pending_bytes() < 4_000_000:
+                    for _ in range(2000):
+                        node.servicer.legs.tokens(leg(1), sampled(index))
+                        index += 1
+                await asyncio.sleep(0)
+        assert "does not read" in node.desk.cancelled[0][1]
+        beats.cancel()
+
+
+class Watched(list):  # type: ignore[type-arg] # a list of whatever the desk writes down
+    """A list that tells when something was added."""
+
+    def __init__(self, added: asyncio.Event) -> None:
+        super().__init__()
+        self._added = added
+
+    def append(self, item: object) -> None:
+        super().append(item)
+        self._added.set()
+
+
+async def beat(call: Call) -> None:
+    while True:
+        await call.write(node_pb2.AttachRequest(beat=node_pb2.Beat()))
+        await asyncio.sleep(0.05)
+
+
+def sampled(index: int) -> SampledToken:
+    return SampledToken(index, 7, -0.5)
+
+
+async def test_a_long_prompt_comes_in_parts() -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1, num_prompt_ids=7))
+        for ids in ([8, 9], [10, 11]):
+            part = node_pb2.SubmitPart(session_id=1, attempt=1, prompt_ids=ids)
+            await call.write(node_pb2.AttachRequest(submit_part=part))
+        await call.write(submit(2))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(node.desk.submitted) < 2:
+                await read(call)
+        assert [work.prompt_ids for work in node.desk.submitted] == [(5, 6, 7, 8, 9, 10, 11), (5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 0, "output_ids": [1] * 4},
+        {"transfer_id": b"short"},
+        {"sampling": node_pb2.NodeSampling(top_p=float("nan"))},
+        {"sampling": node_pb2.NodeSampling(temperature=-1.0)},
+    ],
+    ids=["max_tokens", "transfer_id", "nan", "negative"],
+)
+async def test_an_unusable_submit_fails_its_request_never_the_stream(changes: dict[str, object]) -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1, 1, **changes))
+        ended, released = await read_events(call, 2)
+        assert (ended.ended.outcome, ended.ended.reason) == (node_pb2.LEG_OUTCOME_REFUSED, "unusable_submit")
+        assert ended.ended.detail
+        assert released.WhichOneof("event") == "released"
+        await call.write(submit(2))
+        await call.write(node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=2, attempt=1)))
+        assert [event.session_id for event in await read_events(call, 2)] == [2, 2]
+        assert [work.leg for work in node.desk.submitted] == [leg(2)]
+
+
+async def test_a_full_queue_answers_busy() -> None:
+    async with served(max_waiting=4) as node:
+        node.desk.num_waiting = 4
+        call = await node.attach()
+        await call.write(submit(1))
+        ended, _ = await read_events(call, 2)
+        assert (ended.ended.outcome, ended.ended.reason) == (node_pb2.LEG_OUTCOME_BUSY, "queue_full")
+
+
+async def test_a_newer_attempt_cancels_the_older_on_the_same_node() -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1, 1))
+        await call.write(submit(1, 2))
+        await read_events(call, 2)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(node.desk.submitted) < 2:
+                await read(call)
+        assert [key for key, _ in node.desk.cancelled] == [leg(1, 1)]
+
+
+async def test_drain_refuses_new_work_and_hands_the_rest_back() -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1))
+        await read_status_until(call)
+        stub = node_pb2_grpc.NodeServiceStub(node.channel)
+        done = await stub.Drain(node_pb2.DrainRequest(deadline_s=0.1))
+        assert (done.num_finished, done.num_handed_back) == (0, 1)
+        assert node.desk.drained == [leg(1)]
+        await call.write(submit(2))
+        events = await read_events(call, 4)
+        outcomes = [event.ended.outcome for event in events if event.WhichOneof("event") == "ended"]
+        assert outcomes == [node_pb2.LEG_OUTCOME_DRAINED] * 2
+
+
+async def test_the_cluster_secret_is_asked_for() -> None:
+    async with served(secret=b"s3cret") as node:
+        with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
+            await node.attach(secret=b"wrong")
+        stub = node_pb2_grpc.NodeServiceStub(node.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GetState(node_pb2.GetStateRequest())
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await node.attach(secret=b"s3cret")
