@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
-from tests.architectures.handover import hand_over
+from tests.architectures.handover import Corridor
 from tests.architectures.reference import NUM_NEW_TOKENS, Reference
 
 PREFILL_BLOCK_SIZE = 4
@@ -36,22 +37,17 @@ def run(model: LoadedModel, reference: Reference) -> tuple[list[list[int]], list
     """Return tokens and logits per prompt, as `Reference` holds them."""
     prefill = _side(model, PREFILL_BLOCK_SIZE, reference)
     decode = _side(model, DECODE_BLOCK_SIZE, reference)
-    rows = _prefill(prefill, reference.prompts)
-    tokens = [[int(row.argmax())] for row in rows]
-    for index, prompt in enumerate(reference.prompts):
-        hand_over(
-            prompt,
-            tokens[index][0],
-            prefill.engine,
-            prefill.leases[index].block_ids,
-            decode.engine,
-            decode.leases[index].block_ids,
-        )
+    with Corridor(reference.prompts, (prefill.engine, prefill.leases), (decode.engine, decode.leases)) as corridor:
+        rows = _prefill(prefill, reference.prompts, corridor)
+        tokens = [[int(row.argmax())] for row in rows]
+        corridor.finish([first[0] for first in tokens])
+    for lease in prefill.leases:
+        lease.release()  # before decoding: its blocks now hold NaN, and nothing may depend on them
     logits = [[row] for row in rows]
     _decode(decode, reference.prompts, tokens, logits)
+    for lease in decode.leases:
+        lease.release()
     for side in (prefill, decode):
-        for lease in side.leases:
-            lease.release()
         side.pool.check_invariants()
         assert side.pool.num_free == NUM_BLOCKS
     return tokens, [torch.stack(rows) for rows in logits]
@@ -84,25 +80,36 @@ def _side(model: LoadedModel, block_size: int, reference: Reference) -> Side:
     return Side(engine, pool, leases)
 
 
-def _prefill(side: Side, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Compute all prompts in chunks, several prompts per step; return the logits after each prompt."""
+def _prefill(side: Side, prompts: Sequence[tuple[int, ...]], corridor: Corridor) -> list[Tensor]:
+    """Compute all prompts in chunks, several prompts per step, sending layer by layer; return the logits after each."""
     done = [0] * len(prompts)
     rows: list[Tensor | None] = [None] * len(prompts)
     while any(row is None for row in rows):
-        chunks, finishing = [], []
-        for index, prompt in enumerate(prompts):
-            stop = min(len(prompt), done[index] + CHUNK_TOKENS)
-            if stop == done[index]:
-                continue
-            is_last = stop == len(prompt)
-            blocks = side.leases[index].block_ids
-            chunks.append(SequenceChunk(prompt[done[index] : stop], done[index], blocks, GREEDY if is_last else None))
-            if is_last:
-                finishing.append(index)
-            done[index] = stop
-        for index, row in zip(finishing, _one_forward(side.engine, chunks), strict=True):
-            rows[index] = row
+        spans = {
+            index: range(done[index], min(len(prompt), done[index] + CHUNK_TOKENS))
+            for index, prompt in enumerate(prompts)
+            if done[index] < len(prompt)
+        }
+        chunks = [
+            SequenceChunk(
+                prompts[index][span.start : span.stop],
+                span.start,
+                side.leases[index].block_ids,
+                GREEDY if span.stop == len(prompts[index]) else None,
+            )
+            for index, span in spans.items()
+        ]
+        answers = iter(_one_forward(side.engine, chunks, partial(_report, corridor, spans)))
+        for index, span in spans.items():
+            done[index] = span.stop
+            if span.stop == len(prompts[index]):
+                rows[index] = next(answers)
     return [row for row in rows if row is not None]
+
+
+def _report(corridor: Corridor, spans: dict[int, range], layer: int) -> None:
+    for index, span in spans.items():
+        corridor.computed(index, layer, span)
 
 
 def _decode(
@@ -120,11 +127,18 @@ def _decode(
             tokens[index].append(int(row.argmax()))
 
 
-def _one_forward(engine: Engine, chunks: list[SequenceChunk]) -> list[Tensor]:
+def _one_forward(
+    engine: Engine, chunks: list[SequenceChunk], report: Callable[[int], None] | None = None
+) -> list[Tensor]:
     """Run a step; the layers must be reported as written in order, each once, in one forward."""
     before, written = engine.num_forwards, list[int]()
-    report: Callable[[int], None] = written.append
-    rows = engine.logits(chunks, report)
+
+    def on_layer(layer: int) -> None:
+        written.append(layer)
+        if report is not None:
+            report(layer)
+
+    rows = engine.logits(chunks, on_layer)
     assert engine.num_forwards == before + 1
     assert written == list(range(engine.layout.num_layers))
     return list(rows)

@@ -137,6 +137,24 @@ def test_ingredients_that_paged_attention_would_drop_are_refused(tamper: Any, re
         engine_of(Tampered(module, tamper), config)
 
 
+def test_shared_keys_are_refused_by_the_probe_too() -> None:
+    with pytest.raises(ModelUnsupported, match="keys shared between layers"):
+        engine_on("gemma4_text", num_kv_shared_layers=2)
+
+
+def test_the_mask_decides_about_the_window_not_the_argument() -> None:
+    """In transformers' own attention the argument does nothing, and some models pass one that their mask does not have."""
+
+    def with_argument(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"sliding_window": 3}
+
+    quieten_transformers()
+    config = config_of("llama")
+    factory: Any = AutoModelForCausalLM
+    module = factory.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    assert {layer.window for layer in engine_of(Tampered(module, with_argument), config).layout.layers} == {None}
+
+
 def test_broken_weights_are_refused() -> None:
     model = model_of("llama")
     weight: Tensor = next(iter(model.module.parameters()))

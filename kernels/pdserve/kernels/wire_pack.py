@@ -12,8 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Payloads are read-only buffers and are only read here; torch can only say so by a warning.
-warnings.filterwarnings("ignore", message="The given buffer is not writable")
+# Payloads are read-only buffers, and are only read here. torch warns of the first such buffer of a process: let it be this.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 def pack_layers(caches: Sequence[tuple[Tensor, Tensor]], slots: Tensor, into: memoryview) -> None:
