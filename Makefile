@@ -1,7 +1,7 @@
 # One target per intent; the same commands in CI.
 .RECIPEPREFIX := >
 SHELL := /bin/bash
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,12 +16,12 @@ help: ## show the targets
 setup: $(STAMP) ## create .venv and install pdserve with its development tools
 
 $(STAMP): pyproject.toml constraints-dev.txt
+> @[ -n "$(PYTHON)" ] || { echo "setup: pdserve needs Python 3.11 or newer; name it with make PYTHON=…" >&2; exit 1; }
 > @echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
-> @$(PYTHON) -c 'import sys; sys.exit("pdserve needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 > $(PYTHON) -m venv $(VENV)
 > $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 > @echo "setup: installing (about 1.5 GB on the first run: torch)"
-> $(BIN)/python -m pip install --progress-bar on --quiet -c constraints-dev.txt --group dev -e .
+> $(BIN)/python -m pip install --progress-bar on -c constraints-dev.txt --group dev -e .
 > @touch $(STAMP)
 
 model: setup ## fetch and convert the default model into the user's cache

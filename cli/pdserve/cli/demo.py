@@ -46,6 +46,7 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     from pdserve.client import Chat, Options, Turn
 
     probe, reporter = RouterProbe(), DemoReporter()
+    errors_output().print("starting a router, a prefill node and a decode node", style="dim")
     supervisor = Supervisor(plan, reporter, probe)
 
     async def work() -> None:

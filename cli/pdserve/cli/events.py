@@ -40,7 +40,7 @@ class Preparing(Event):
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """A process listens. `addresses` has "grpc" and, for decode nodes, "kv"."""
+    """A process listens. `addresses` has "grpc", and "kv" where a node announces it."""
 
     kind: ClassVar[str] = "started"
     name: str
