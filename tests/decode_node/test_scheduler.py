@@ -183,6 +183,16 @@ def test_the_oldest_waits_for_blocks_that_come_home_rather_than_evict_more() -> 
     target.check_invariants()
 
 
+def test_one_eviction_at_a_time() -> None:
+    target = scheduler(blocks=6)
+    adopt(target, 1, prompt=7, max_tokens=8)
+    for number in (2, 3):
+        target.submit(work(number, prompt=7), 0.0)
+        target.opened(transfer(number), 0.0)
+    told = [item for _ in range(4) for item in step(target)[1]]
+    assert [item.leg for item in told if isinstance(item, ReportEnd)] == [leg(3)], "its blocks are on their way"
+
+
 def test_cancel_during_a_step_frees_blocks_only_after_it() -> None:
     target = scheduler()
     adopt(target, 1)
