@@ -14,7 +14,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
 from pdserve.engine.quiet import quieten_transformers
 from pdserve.engine.support import architecture_of, check_config, served_length
-from tests.architectures.tiny import COMMON, VOCAB_SIZE
+from tests.architectures.tiny import COMMON, SLIDING, VOCAB_SIZE
 from tests.engine.small import model_of
 
 LATENT = {
@@ -139,7 +139,7 @@ def test_ingredients_that_paged_attention_would_drop_are_refused(tamper: Any, re
 
 def test_shared_keys_are_refused_by_the_probe_too() -> None:
     with pytest.raises(ModelUnsupported, match="keys shared between layers"):
-        engine_on("gemma4_text", num_kv_shared_layers=2)
+        engine_on("gemma4_text", num_kv_shared_layers=2, **SLIDING)
 
 
 def test_the_mask_decides_about_the_window_not_the_argument() -> None:
