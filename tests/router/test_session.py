@@ -1,6 +1,5 @@
 """The session machine: lists of events and expected instructions, then exhaustive exploration (failure classes 3, 10, 22)."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -372,8 +371,13 @@ def alphabet() -> dict[str, Callable[[World], object]]:
 
 
 EVENTS = alphabet()
-DEPTH = 7
-MAX_STATES = 6_000
+STARTS = {
+    (): 5,
+    ("place", "first#1"): 3,
+    ("place", "adopted#1"): 3,
+    ("place", "adopted#1", "lost D#1", "place"): 3,
+}
+"""Where exploration begins, and how many events deep it goes from there."""
 
 
 def fingerprint(world: World) -> tuple[object, ...]:
@@ -400,35 +404,31 @@ def close(world: World) -> None:
     assert world.is_client_gone or any(isinstance(entry, Answer | Fail) for entry in world.log)
 
 
-def test_every_order_of_events_ends_well() -> None:
-    """Breadth first over all event orders, equal states merged: never raises, one answer, every leg closed."""
+def replayed(names: tuple[str, ...]) -> World:
+    """Return a world in which these events happened (much cheaper than copying one)."""
+    world = World()
+    for name in names:
+        EVENTS[name](world)
+    return world
+
+
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: " ".join(start) or "begin")
+def test_every_order_of_events_ends_well(start: tuple[str, ...]) -> None:
+    """All orders of events from each start, to the depth stated there, equal states merged: never raises, one answer, every leg closed."""
     seen: set[tuple[object, ...]] = set()
-    layer = [World()]
-    num_steps = 0
-    for _ in range(DEPTH):
+    layer = [start]
+    for _ in range(STARTS[start]):
         following = []
-        for world in layer:
-            for event in EVENTS.values():
-                child = copy.deepcopy(world, _shared(world))
-                event(child)
-                num_steps += 1
-                mark = fingerprint(child)
-                if mark in seen or child.is_closed:
-                    continue
-                seen.add(mark)
-                close(copy.deepcopy(child, _shared(child)))
-                if len(seen) < MAX_STATES:
-                    following.append(child)
+        for path in layer:
+            for name in EVENTS:
+                world = replayed((*path, name))
+                mark = fingerprint(world)
+                if mark not in seen and not world.is_closed:
+                    seen.add(mark)
+                    following.append((*path, name))
+                    close(world)
         layer = following
-    assert len(seen) > 500, "the exploration must reach something"
-    assert num_steps > 10_000
-
-
-def _shared(world: World) -> dict[int, object]:
-    """What copies may share: it never changes."""
-    from tests.router.session_world import TOKENIZER, VOCABULARY
-
-    return {id(VOCABULARY): VOCABULARY, id(TOKENIZER): TOKENIZER}
+    assert len(seen) > 250, "the exploration must reach something"
 
 
 @given(st.lists(st.sampled_from(sorted(EVENTS)), max_size=40), st.sampled_from([1, 2, 3]))

@@ -33,7 +33,7 @@ class Patience:
         self._num_pauses = 0
         self._waiting_since_s: float | None = now_s
         self._refusals: dict[Incarnation, LegEnded] = {}
-        self._last_cause = ""
+        self.last_cause = ""
 
     @property
     def excluded(self) -> frozenset[Incarnation]:
@@ -68,7 +68,7 @@ class Patience:
 
     def attempt_ended(self, outcome: LegOutcome, cause: str, now_s: float) -> None:
         """Count the end of an attempt. Only failures count towards the bound; the wait for other ends adds up."""
-        self._last_cause = cause
+        self.last_cause = cause
         if outcome in NOT_FAILURES:
             self._num_pauses += outcome is not LegOutcome.REFUSED
             self._waiting_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
@@ -79,7 +79,7 @@ class Patience:
 
     def exhausted_error(self) -> PdserveError:
         """Return the error after the last allowed attempt."""
-        return AttemptsExhausted(f"{self.num_failures} attempts failed; the last: {self._last_cause}")
+        return AttemptsExhausted(f"{self.num_failures} attempts failed; the last: {self.last_cause}")
 
     def refusal_error(self, error: PdserveError) -> PdserveError:
         """Return what the client is told when placement gives up: a node's own reason, if one refused."""
@@ -91,8 +91,8 @@ class Patience:
     def wait_error(self) -> PdserveError:
         """Return the error after too long a wait for nodes."""
         if self.num_failures:
-            return AttemptsExhausted(f"no node could take over in time; the last attempt: {self._last_cause}")
+            return AttemptsExhausted(f"no node could take over in time; the last attempt: {self.last_cause}")
         waited = "no node became free in time"
-        if self._last_cause.startswith("drain"):
+        if self.last_cause.startswith("drain"):
             return NoNodes(waited, retry_after_s=1.0)
         return Overloaded(waited, retry_after_s=1.0, hint="come back later, or add nodes")

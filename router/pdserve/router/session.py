@@ -112,6 +112,11 @@ class Session:
         return sum(not leg.is_closed for leg in self.legs)
 
     @property
+    def last_cause(self) -> str:
+        """Why the last attempt ended; empty if none did."""
+        return self._patience.last_cause
+
+    @property
     def next_timer_s(self) -> float | None:
         """When a Tick is due next, or None."""
         times: list[float | None] = []

@@ -1,0 +1,209 @@
+"""Which nodes there are, how they stand, and which may be paired. No sockets: links report here, and are told what to say."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdserve.core.build import Role
+from pdserve.core.ids import Incarnation
+from pdserve.router import pb_nodes
+from pdserve.router.nodes import Hello, LegId, NodeLedger, NodeLoad, NodeState, Status
+from pdserve.router.pb import NodeRow
+from pdserve.router.placement import can_pair
+from pdserve.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[node_pb2.AttachRequest], bool]
+"""Hands a message to a node's stream; False if the stream cannot take it (and will break)."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One address of a pool. `hello` and `send` are there exactly while the node is attached."""
+
+    address: str
+    role: Role
+    state: NodeState = NodeState.CONNECTING
+    reason: str = ""
+    hello: Hello | None = None
+    status: Status = field(default_factory=Status)
+    ledger: NodeLedger = field(default_factory=NodeLedger)
+    send: Send | None = None
+    told_peers: tuple[Incarnation, ...] | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new work may go there."""
+        return self.state is NodeState.READY
+
+
+class Membership:
+    """The two pools. `on_change` is called after every change of who is usable or how loaded they are."""
+
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], tokenizer_digest: str) -> None:
+        self._tokenizer_digest = tokenizer_digest
+        self.members = [Member(address, Role.PREFILL) for address in prefill]
+        self.members += [Member(address, Role.DECODE) for address in decode]
+        self._by_incarnation: dict[Incarnation, Member] = {}
+        self.on_change: Callable[[], None] = _nothing_changes
+        self.on_lost: Callable[[Incarnation, str], None] = _nobody_is_lost
+
+    # ---- what links report
+
+    def refusal(self, member: Member, hello: Hello) -> str | None:
+        """Return why the node at this address cannot be used, or None."""
+        role = hello.process.role
+        if role is not member.role:
+            return f"{role.label} address given as {member.role.label}"
+        if self._tokenizer_digest != hello.identity.tokenizer_digest:
+            return "the node's tokenizer differs from the router's: tokenizer_digest"
+        other = self._by_incarnation.get(hello.incarnation)
+        if other is not None and other is not member:
+            return f"the same node as {other.address}"
+        return None
+
+    def attached(self, member: Member, hello: Hello, send: Send) -> None:
+        """Take a node in."""
+        member.hello, member.send = hello, send
+        member.status, member.ledger, member.told_peers = Status(), NodeLedger(), None
+        member.state, member.reason = NodeState.READY, ""
+        self._by_incarnation[hello.incarnation] = member
+        self._log(member, logging.INFO, "a node is ready")
+        self._changed()
+
+    def status(self, member: Member, status: Status) -> None:
+        """Take a node's load."""
+        member.status = status
+        member.ledger.reported()
+        if member.hello is not None:
+            member.state = NodeState.DRAINING if status.is_draining else NodeState.READY
+        self._changed()
+
+    def detached(self, member: Member, state: NodeState, reason: str) -> None:
+        """Take the break of a stream, or a failed try. The node's incarnation, if it was attached, is lost."""
+        hello, was = member.hello, (member.state, member.reason)
+        member.hello, member.send, member.told_peers = None, None, None
+        member.state, member.reason = state, reason
+        if was != (state, reason):
+            level = logging.ERROR if state is NodeState.REFUSED else logging.WARNING
+            self._log(member, level if state is not NodeState.LOADING else logging.INFO, f"{state}: {reason}")
+        if hello is None:
+            return
+        del self._by_incarnation[hello.incarnation]
+        self.on_lost(hello.incarnation, reason)
+        self._changed()
+
+    # ---- what sessions need
+
+    def loads(self) -> list[NodeLoad]:
+        """Return every usable node's load."""
+        return [member.ledger.load(member.hello, member.status) for member in self._usable() if member.hello]
+
+    def eos_token_ids(self, node: Incarnation) -> frozenset[int]:
+        """Return the model's end-of-sequence ids, as the node knows them."""
+        hello = self.hello(node)
+        return frozenset() if hello is None else hello.eos_token_ids
+
+    def hello(self, node: Incarnation) -> Hello | None:
+        """Return what an attached node said of itself."""
+        member = self._by_incarnation.get(node)
+        return None if member is None else member.hello
+
+    def send(self, node: Incarnation, messages: Iterable[node_pb2.AttachRequest]) -> bool:
+        """Hand messages to a node's stream. False if it is gone or full."""
+        member = self._by_incarnation.get(node)
+        if member is None or member.send is None:
+            return False
+        return all(member.send(message) for message in messages)
+
+    def placed(self, node: Incarnation, leg: LegId, num_tokens: int) -> None:
+        """Count a leg against its node until the node's own numbers show it."""
+        member = self._by_incarnation.get(node)
+        if member is not None:
+            member.ledger.place(leg, num_tokens)
+
+    def settled(self, node: Incarnation, leg: LegId) -> None:
+        """Say that a leg runs or is over."""
+        member = self._by_incarnation.get(node)
+        if member is not None:
+            member.ledger.settle(leg)
+
+    # ---- what the server shows
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a prefill and a decode node of equal identity are usable."""
+        loads = self.loads()
+        return any(
+            can_pair(prefill, decode)
+            for prefill in loads
+            for decode in loads
+            if (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
+        )
+
+    def why_empty(self) -> str:
+        """Return how the addresses stand that are not usable, for an error message."""
+        return "; ".join(
+            f"{member.role.label} {member.address} is {member.state}" + (f" ({member.reason})" if member.reason else "")
+            for member in self.members
+            if not member.is_usable
+        )
+
+    def rows(self) -> list[NodeRow]:
+        """Return every node for GetClusterState."""
+        return [
+            NodeRow(
+                member.address,
+                str(member.state),
+                member.reason,
+                member.hello.process if member.hello else None,
+                member.status.gauges if member.hello else {},
+            )
+            for member in self.members
+        ]
+
+    def gauges(self) -> dict[str, float]:
+        """Return nodes by state, and legs that wait on them."""
+        counts = {f"nodes.{state}": 0.0 for state in NodeState}
+        for member in self.members:
+            counts[f"nodes.{member.state}"] += 1
+        outstanding = sum(member.ledger.num_outstanding for member in self.members if member.hello)
+        return counts | {"legs_outstanding": float(outstanding)}
+
+    def _usable(self) -> list[Member]:
+        return [member for member in self.members if member.is_usable]
+
+    def _changed(self) -> None:
+        self._tell_peers()
+        self.on_change()
+
+    def _tell_peers(self) -> None:
+        """Tell every attached node the nodes of the other role that it may work with, if that changed."""
+        attached = [member for member in self.members if member.hello is not None]
+        for member in attached:
+            peers = [peer.hello for peer in attached if peer.hello and _are_peers(member, peer)]
+            names = tuple(peer.incarnation for peer in peers)
+            if names != member.told_peers and member.send is not None:
+                member.told_peers = names
+                member.send(pb_nodes.peers_message(peers))
+
+    def _log(self, member: Member, level: int, message: str) -> None:
+        incarnation = member.hello.incarnation.hex()[:8] if member.hello else ""
+        extra = {"peer": member.address, "incarnation": incarnation}
+        logger.log(level, "%s node %s: %s", member.role.label, member.address, message, extra=extra)
+
+
+def _nothing_changes() -> None:
+    """Stand in until somebody listens."""
+
+
+def _nobody_is_lost(node: Incarnation, reason: str) -> None:
+    """Stand in until somebody listens."""
+
+
+def _are_peers(member: Member, peer: Member) -> bool:
+    mine, theirs = member.hello, peer.hello
+    if mine is None or theirs is None or member.role is peer.role:
+        return False
+    return mine.identity.digest() == theirs.identity.digest()

@@ -1,0 +1,236 @@
+"""Where the public contract's protobuf meets our types: requests in, answers and views out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from pdserve.core.build import ProcessInfo
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.work import FinishReason
+from pdserve.router.instructions import Answer, Finish
+from pdserve.router.output import Shown
+from pdserve.router.request import ChatInput, ChatTurn, GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.timeline import SCHEMA_VERSION, Timeline
+from pdserve.rpc.process import process_to_pb
+from pdserve.v1 import inference_pb2, timeline_pb2
+
+
+def parse_generate(raw: bytes, max_bytes: int) -> GenerateCall:
+    """Return the call in `raw`. Raises InvalidRequest if it is too large or does not parse."""
+    if len(raw) > max_bytes:
+        raise InvalidRequest(
+            f"the request has {len(raw)} bytes", hint=f"at most {max_bytes}; send less", field="GenerateRequest"
+        )
+    try:
+        message = inference_pb2.GenerateRequest.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest(
+            f"the bytes are no GenerateRequest: {error}", hint="see pdserve/v1/inference.proto", field="GenerateRequest"
+        ) from None
+    return call_from_pb(message)
+
+
+def call_from_pb(message: inference_pb2.GenerateRequest) -> GenerateCall:
+    """Return the call as plain values; fields that were not set are None."""
+    sampling, stop, chat = message.sampling, message.stop, message.chat
+    return GenerateCall(
+        request_id=message.request_id,
+        model=message.model,
+        input=_input_from_pb(message),
+        tools=tuple(chat.tools),
+        temperature=sampling.temperature if sampling.HasField("temperature") else None,
+        top_k=sampling.top_k if sampling.HasField("top_k") else None,
+        top_p=sampling.top_p if sampling.HasField("top_p") else None,
+        min_p=sampling.min_p if sampling.HasField("min_p") else None,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
+        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
+        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        stop=tuple(stop.stop),
+        stop_token_ids=tuple(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos if stop.HasField("ignore_eos") else None,
+        min_tokens=stop.min_tokens if stop.HasField("min_tokens") else None,
+        include_stop=stop.include_stop if stop.HasField("include_stop") else None,
+        n=message.n if message.HasField("n") else None,
+        priority=message.priority if message.HasField("priority") else None,
+        has_objectives=message.HasField("objectives"),
+        cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        stream=message.stream if message.HasField("stream") else None,
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        unknown_fields=tuple(_unknown_fields(message, "")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """What the summary says besides the session's own answer."""
+
+    request: ValidRequest
+    processes: Sequence[ProcessInfo]
+
+
+def response(shown: Shown, finish: Finish | None, answer: Answer | None, closing: Closing) -> Message:
+    """Return one message of an answer; with `answer` it is the last."""
+    message = inference_pb2.GenerateResponse()
+    if shown:
+        message.deltas.add(
+            sequence=0,
+            text=shown.text,
+            token_ids=[token.token_id for token in shown.tokens],
+            logprobs=[token.logprob for token in shown.tokens],
+        )
+    if finish is not None:
+        message.finished.append(_finished_to_pb(finish))
+    if answer is not None:
+        message.summary.CopyFrom(_summary_to_pb(answer, closing))
+    return message
+
+
+def models_response(name: str, max_model_len: int, vocab_size: int, has_template: bool) -> Message:
+    """Return the list of the one served model."""
+    model = inference_pb2.Model(
+        name=name, max_model_len=max_model_len, vocab_size=vocab_size, has_chat_template=has_template
+    )
+    return inference_pb2.ListModelsResponse(models=[model])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node for GetClusterState."""
+
+    address: str
+    state: str
+    reason: str
+    process: ProcessInfo | None
+    gauges: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One open session for GetClusterState."""
+
+    session_id: int
+    label: str
+    state: str
+    attempt: int
+    age_s: float
+    num_output_tokens: int
+
+
+def cluster_response(
+    router: ProcessInfo, nodes: Iterable[NodeRow], gauges: Mapping[str, float], sessions: Iterable[SessionRow]
+) -> Message:
+    """Return the router's view of the cluster."""
+    return inference_pb2.GetClusterStateResponse(
+        router=process_to_pb(router),
+        nodes=[
+            inference_pb2.NodeView(
+                address=row.address,
+                state=row.state,
+                reason=row.reason,
+                process=None if row.process is None else process_to_pb(row.process),
+                gauges=dict(row.gauges),
+            )
+            for row in nodes
+        ],
+        gauges=dict(gauges),
+        sessions=[
+            inference_pb2.SessionView(
+                session_id=row.session_id,
+                request_id=row.label,
+                state=row.state,
+                attempt=row.attempt,
+                age_s=row.age_s,
+                num_output_tokens=row.num_output_tokens,
+            )
+            for row in sessions
+        ],
+    )
+
+
+def _input_from_pb(message: inference_pb2.GenerateRequest) -> PromptInput | None:
+    match message.WhichOneof("input"):
+        case "text":
+            return TextInput(message.text)
+        case "token_ids":
+            return TokenInput(tuple(message.token_ids.ids))
+        case "chat":
+            chat = message.chat
+            opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            return ChatInput(tuple(ChatTurn(turn.role, turn.content) for turn in chat.messages), opens)
+        case _:
+            return None
+
+
+def _unknown_fields(message: Message, path: str) -> Iterable[str]:
+    """Yield the path of every field that a newer contract added, at any depth."""
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        yield f"{path}#{unknown[index].field_number}"
+    for descriptor, value in message.ListFields():
+        if descriptor.type != FieldDescriptor.TYPE_MESSAGE:
+            continue
+        children = value if isinstance(value, Iterable) else (value,)
+        for child in children:
+            yield from _unknown_fields(child, f"{path}{descriptor.name}.")
+
+
+def _finished_to_pb(finish: Finish) -> inference_pb2.Finished:
+    message = inference_pb2.Finished(
+        sequence=0, reason=inference_pb2.FinishReason.ValueType(finish.reason), stop=finish.stop
+    )
+    if finish.reason is FinishReason.STOP and finish.stop_token_id is not None:
+        message.stop_token_id = finish.stop_token_id
+    return message
+
+
+def _summary_to_pb(answer: Answer, closing: Closing) -> inference_pb2.Summary:
+    return inference_pb2.Summary(
+        request_id=closing.request.label,
+        model=closing.request.model,
+        usage=inference_pb2.Usage(
+            prompt_tokens=answer.num_prompt_tokens,
+            cached_prompt_tokens=answer.num_cached_tokens,
+            completion_tokens=answer.num_completion_tokens,
+        ),
+        timeline=_timeline_to_pb(answer.timeline),
+        seed=closing.request.sampling.seed,
+        processes=[process_to_pb(process) for process in closing.processes],
+    )
+
+
+def _timeline_to_pb(timeline: Timeline) -> timeline_pb2.Timeline:
+    beside = timeline.overlapped
+    return timeline_pb2.Timeline(
+        schema_version=SCHEMA_VERSION,
+        e2el_s=timeline.e2el_s,
+        ttft_s=timeline.ttft_s,
+        tpot_s=timeline.tpot_s,
+        stages=[
+            timeline_pb2.Stage(
+                name=stage.name,
+                attempt=stage.attempt,
+                duration_s=stage.duration_s,
+                nodes=[timeline_pb2.NodeDuration(name=node.name, duration_s=node.duration_s) for node in stage.nodes],
+                hop_s=stage.hop_s,
+            )
+            for stage in timeline.stages
+        ],
+        overlapped=timeline_pb2.Overlapped(
+            exposed_transfer_s=beside.exposed_transfer_s,
+            kv_bytes=beside.kv_bytes,
+            kv_frames=beside.kv_frames,
+            pack_s=beside.pack_s,
+            reserve_wait_s=beside.reserve_wait_s,
+        ),
+        attempts=timeline.attempts,
+        stalls=[
+            timeline_pb2.Stall(attempt=stall.attempt, cause=stall.cause, duration_s=stall.duration_s)
+            for stall in timeline.stalls
+        ],
+    )

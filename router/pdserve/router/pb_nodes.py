@@ -1,0 +1,204 @@
+"""Where the internal contract's protobuf meets our types: attach messages in both directions."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.core.identity import Capabilities, Identity
+from pdserve.core.ids import Incarnation
+from pdserve.core.work import FinishReason, SampledToken, Sampling
+from pdserve.router.events import (
+    Adopted,
+    FirstToken,
+    Granted,
+    LegEnded,
+    LegEvent,
+    LegOutcome,
+    LegReleased,
+    Tokens,
+)
+from pdserve.router.instructions import Submit
+from pdserve.router.nodes import Hello, KvEndpoint, Status
+from pdserve.rpc.process import process_from_pb
+from pdserve.v1 import node_pb2
+
+MAX_IDS_PER_MESSAGE = 128_000
+"""Prompt ids per message: with at most 5 bytes each the message stays well under 1 MiB; output ids count too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitFacts:
+    """What every attempt of a session submits alike. Times are in seconds before and after now."""
+
+    session_id: int
+    label: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    deadline_s: float
+    age_s: float
+
+
+def hello_message(router: Incarnation, stream_number: int, lease_s: float) -> node_pb2.AttachRequest:
+    """Return the first message of a stream."""
+    return node_pb2.AttachRequest(
+        hello=node_pb2.RouterHello(incarnation=router, stream_number=stream_number, lease_s=lease_s)
+    )
+
+
+def beat_message() -> node_pb2.AttachRequest:
+    """Return a sign of life."""
+    return node_pb2.AttachRequest(beat=node_pb2.Beat())
+
+
+def peers_message(peers: Iterable[Hello]) -> node_pb2.AttachRequest:
+    """Return the complete list of usable nodes of the other role."""
+    nodes = [
+        node_pb2.Peer(
+            incarnation=peer.incarnation,
+            kv_endpoints=[
+                node_pb2.KvEndpoint(address=at.address, head_start=at.head_start, head_end=at.head_end)
+                for at in peer.kv_endpoints
+            ],
+        )
+        for peer in peers
+    ]
+    return node_pb2.AttachRequest(peers=node_pb2.Peers(nodes=nodes))
+
+
+def cancel_message(session_id: int, attempt: int, reason: str) -> node_pb2.AttachRequest:
+    """Return the end of an attempt."""
+    return node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=session_id, attempt=attempt, reason=reason))
+
+
+def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachRequest]:
+    """Return the submit, and the parts that hold what does not fit into one message."""
+    room = max(0, MAX_IDS_PER_MESSAGE - len(submit.output_ids))
+    sampling = facts.sampling
+    first = node_pb2.Submit(
+        session_id=facts.session_id,
+        attempt=submit.attempt,
+        transfer_id=submit.transfer_id or b"",
+        prefill_incarnation=submit.prefill,
+        decode_incarnation=submit.decode or b"",
+        request_label=facts.label,
+        num_prompt_ids=len(facts.prompt_ids),
+        prompt_ids=facts.prompt_ids[:room],
+        output_ids=submit.output_ids,
+        sampling=node_pb2.NodeSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        max_tokens=facts.max_tokens,
+        stop_token_ids=sorted(facts.stop_token_ids),
+        ignore_eos=facts.ignore_eos,
+        deadline_s=facts.deadline_s,
+        age_s=facts.age_s,
+    )
+    messages = [node_pb2.AttachRequest(submit=first)]
+    for start in range(room, len(facts.prompt_ids), MAX_IDS_PER_MESSAGE):
+        part = node_pb2.SubmitPart(
+            session_id=facts.session_id,
+            attempt=submit.attempt,
+            prompt_ids=facts.prompt_ids[start : start + MAX_IDS_PER_MESSAGE],
+        )
+        messages.append(node_pb2.AttachRequest(submit_part=part))
+    return messages
+
+
+def hello_from_pb(message: node_pb2.NodeHello) -> Hello:
+    """Return a node's first message. Raises ValueError if its role or incarnation makes no sense."""
+    identity, capabilities = message.identity, message.capabilities
+    return Hello(
+        process=process_from_pb(message.process),
+        identity=Identity(
+            weight_digest=identity.weight_digest,
+            architecture=identity.architecture,
+            kv_fields=dict(identity.kv_fields),
+            tokenizer_digest=identity.tokenizer_digest,
+            salt_scheme=identity.salt_scheme,
+        ),
+        capabilities=Capabilities(capabilities.compute_dtype, capabilities.kv_dtype, tuple(capabilities.wire_dtypes)),
+        kv_endpoints=tuple(KvEndpoint(at.address, at.head_start, at.head_end) for at in message.kv_endpoints),
+        num_blocks=message.num_blocks,
+        max_model_len=message.max_model_len,
+        lease_s=message.lease_s,
+        eos_token_ids=frozenset(message.eos_token_ids),
+    )
+
+
+def status_from_pb(message: node_pb2.NodeStatus) -> Status:
+    """Return a node's load."""
+    return Status(
+        num_waiting=message.num_waiting,
+        num_running=message.num_running,
+        num_waiting_tokens=message.num_waiting_tokens,
+        num_blocks=message.num_blocks,
+        num_free_blocks=message.num_free_blocks,
+        is_draining=message.draining,
+        connected_peers=frozenset(Incarnation(peer) for peer in message.connected_peers),
+        gauges=dict(message.gauges),
+    )
+
+
+def events_from_pb(node: Incarnation, message: node_pb2.StepOutput) -> Iterator[tuple[int, LegEvent]]:
+    """Yield (session number, event) in the order in which they are to be read: tokens first."""
+    for tokens in message.tokens:
+        yield tokens.session_id, Tokens(node, tokens.attempt, _consecutive(tokens))
+    for event in message.events:
+        typed = _event_from_pb(node, event)
+        if typed is not None:
+            yield event.session_id, typed
+
+
+def _event_from_pb(node: Incarnation, message: node_pb2.LegEvent) -> LegEvent | None:
+    attempt = message.attempt
+    match message.WhichOneof("event"):
+        case "granted":
+            return Granted(node, attempt)
+        case "first_token":
+            first = message.first_token
+            return FirstToken(
+                node, attempt, _first_tokens(first.tokens), first.num_cached_tokens, dict(first.durations_s)
+            )
+        case "adopted":
+            return Adopted(node, attempt, _first_tokens(message.adopted.tokens), dict(message.adopted.durations_s))
+        case "ended":
+            ended = message.ended
+            return LegEnded(node, attempt, _outcome(ended.outcome), ended.reason, ended.detail)
+        case "released":
+            released = message.released
+            return LegReleased(node, attempt, dict(released.durations_s), released.kv_bytes, released.kv_frames)
+        case _:
+            return None
+
+
+def _consecutive(message: node_pb2.SequenceTokens) -> tuple[SampledToken, ...]:
+    ids, logprobs = list(message.token_ids), list(message.logprobs)
+    logprobs += [math.nan] * (len(ids) - len(logprobs))
+    last = len(ids) - 1
+    finish = _finish(message.finish_reason)
+    return tuple(
+        SampledToken(message.first_index + offset, token_id, logprobs[offset], finish if offset == last else None)
+        for offset, token_id in enumerate(ids)
+    )
+
+
+def _first_tokens(tokens: Sequence[node_pb2.FirstToken]) -> tuple[SampledToken, ...]:
+    return tuple(
+        SampledToken(token.index, token.token_id, token.logprob, _finish(token.finish_reason)) for token in tokens
+    )
+
+
+def _finish(value: int) -> FinishReason | None:
+    return FinishReason(value) if value in (FinishReason.STOP, FinishReason.LENGTH) else None
+
+
+def _outcome(value: int) -> LegOutcome:
+    """Return the outcome; one that this version does not know counts as a failure."""
+    return LegOutcome(value) if value in set(LegOutcome) else LegOutcome.FAILED

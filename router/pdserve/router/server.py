@@ -1,0 +1,156 @@
+"""The router's process: the public service, health, the links to all nodes, and an orderly end."""
+
+import asyncio
+import itertools
+import logging
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
+from pdserve.core.clock import Clock, SystemClock
+from pdserve.core.errors import Draining
+from pdserve.core.ids import new_incarnation
+from pdserve.core.settings import RouterSettings
+from pdserve.router.admission import Admission
+from pdserve.router.attach import LinkSettings, NodeLink
+from pdserve.router.front import SERVICE_NAME, InferenceFront
+from pdserve.router.membership import Membership
+from pdserve.router.patience import SessionLimits
+from pdserve.router.placement import LeastLoaded
+from pdserve.router.sessions import Sessions
+from pdserve.router.tokenizer import load_text_model
+from pdserve.rpc.server import GrpcServer, announce
+
+TOKENIZER_THREADS = 2
+LAST_GRACE_S = 1.0
+"""Time that answered calls get to leave the wire when the process stops."""
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Run a router until it is told to stop.
+
+    The first SIGTERM or SIGINT drains: new requests are refused, open ones finish within `settings.drain_s`; the second stops
+    at once. Raises ModelUnavailable without the model's tokenizer and AddressInUse if the port is taken.
+    """
+    router = Router(settings, SystemClock())
+    stops = _Stops()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stops.on_signal)
+    try:
+        await router.run(stops.first, stops.second)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+class Router:
+    """Everything of one router. `run` is its whole life."""
+
+    def __init__(self, settings: RouterSettings, clock: Clock) -> None:
+        self._settings, self._clock = settings, clock
+        self.process = ProcessInfo(Role.ROUTER, new_incarnation(), product_version(), source_commit())
+        self.model = load_text_model(settings.model)
+        self.membership = Membership(settings.prefill, settings.decode, self.model.tokenizer_digest)
+        self.admission = Admission(settings.max_sessions, settings.max_queue)
+        limits = SessionLimits(settings.max_attempts, settings.queue_wait_s, settings.resume_wait_s)
+        self.sessions = Sessions(
+            self.membership, self.admission, LeastLoaded(), limits, clock, settings.max_unread_bytes
+        )
+        self._changed = asyncio.Event()
+        self.membership.on_change = self._on_change
+        # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
+        self.server = GrpcServer(settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes)
+
+    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+        """Serve until `stop`, drain until `stop_now` or the drain's end, and leave nothing behind."""
+        settings = self._settings
+        with ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer") as threads:
+            front = InferenceFront(
+                self.process,
+                self.model,
+                self.membership,
+                self.admission,
+                self.sessions,
+                self._clock,
+                threads,
+                settings.max_message_bytes,
+            )
+            self.server.add(SERVICE_NAME, front.register)
+            await self.server.start()
+            address = f"{settings.advertised_host}:{self.server.port}"
+            logger.info("listening on %s", address, extra={"incarnation": self.process.incarnation.hex()})
+            announce(settings.ready_fd, {"grpc": address})
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(link.run()) for link in self._links()]
+                    running.append(tasks.create_task(self._tell_readiness()))
+                    await stop.wait()
+                    await self._drain(stop_now)
+                    for task in running:
+                        task.cancel()
+            finally:
+                await self.server.stop(LAST_GRACE_S)
+        logger.info("stopped")
+
+    def _links(self) -> list[NodeLink]:
+        settings = self._settings
+        numbers = itertools.count(1)
+        link_settings = LinkSettings(
+            self.process.incarnation, settings.lease_s, settings.beat_s, settings.secret, numbers.__next__
+        )
+        return [
+            NodeLink(member, self.membership, link_settings, self._clock, self.sessions.leg_event)
+            for member in self.membership.members
+        ]
+
+    def _on_change(self) -> None:
+        self._changed.set()
+        self.sessions.pump()
+
+    async def _tell_readiness(self) -> None:
+        """Keep health at what the pools allow: SERVING with a usable prefill and decode node of equal identity."""
+        was_ready = False
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            is_ready = self.membership.is_ready and not self.admission.is_draining
+            if is_ready != was_ready:
+                was_ready = is_ready
+                logger.info("ready" if is_ready else "not ready: %s", *([] if is_ready else [self._why_not_ready()]))
+                await self.server.set_ready(is_ready)
+
+    def _why_not_ready(self) -> str:
+        return "draining" if self.admission.is_draining else self.membership.why_empty()
+
+    async def _drain(self, stop_now: asyncio.Event) -> None:
+        drain_s = self._settings.drain_s
+        logger.info("draining %d requests for up to %g s; a second signal stops at once", len(self.sessions), drain_s)
+        self.admission.is_draining = True
+        self._changed.set()
+        idle = asyncio.Event()
+        self.sessions.on_idle = idle.set
+        if not len(self.sessions):
+            idle.set()
+        async with asyncio.TaskGroup() as tasks:
+            waits = [tasks.create_task(event.wait()) for event in (idle, stop_now)]
+            await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+        if len(self.sessions):
+            logger.warning("%d requests did not finish in time", len(self.sessions))
+            self.sessions.abort_all(lambda: Draining("the router stopped before the answer was complete"))
+
+
+class _Stops:
+    """Counts the signals that ask the process to stop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def on_signal(self) -> None:
+        """Take one signal."""
+        (self.second if self.first.is_set() else self.first).set()

@@ -1,0 +1,382 @@
+"""The shell around all sessions: executes their instructions, owns their timers and the line of those that wait for nodes.
+
+Everything runs on the event loop's thread and returns at once; what sessions decide is in `session`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import InternalError, PdserveError, SlowReader
+from pdserve.core.ids import Incarnation, new_transfer_id
+from pdserve.core.logs import RequestLogger
+from pdserve.router import pb_nodes
+from pdserve.router.admission import Admission, WaitingLine
+from pdserve.router.events import (
+    Aborted,
+    Adopted,
+    ClientLeft,
+    Event,
+    FirstToken,
+    LegEnded,
+    LegEvent,
+    LegReleased,
+    NodeLost,
+    Placed,
+    PlacementRefused,
+    Submitted,
+    Tick,
+    Tokens,
+)
+from pdserve.router.instructions import (
+    Answer,
+    AskPlacement,
+    CancelLeg,
+    Close,
+    Deliver,
+    Fail,
+    Finish,
+    Instruction,
+    LegAbandoned,
+    PlacementQuery,
+    Submit,
+    WithdrawPlacement,
+)
+from pdserve.router.lifecycle import SessionState
+from pdserve.router.mailbox import Mailbox
+from pdserve.router.membership import Membership
+from pdserve.router.output import OutputText
+from pdserve.router.patience import SessionLimits
+from pdserve.router.pb import SessionRow
+from pdserve.router.placement import Busy, Pair, PlacementPolicy, place
+from pdserve.router.request import ValidRequest
+from pdserve.router.sequence import EndRules, Sequence
+from pdserve.router.session import Session, SessionFacts
+from pdserve.router.timeline import TimelineRecorder
+
+MIN_TIMER_S = 0.001
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OpenSession:
+    """A session with what its shell needs: the request, the client's mailbox, the timer, events that wait their turn."""
+
+    request: ValidRequest
+    session: Session
+    mailbox: Mailbox
+    log: RequestLogger
+    timer: asyncio.TimerHandle | None = None
+    events: deque[Event] = field(default_factory=deque)
+    is_handling: bool = False
+    is_released: bool = False
+
+    @property
+    def session_id(self) -> int:
+        """The router's number of the session."""
+        return self.session.facts.session_id
+
+
+class Sessions:
+    """All open sessions of a router."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        admission: Admission,
+        policy: PlacementPolicy,
+        limits: SessionLimits,
+        clock: Clock,
+        max_unread_bytes: int,
+    ) -> None:
+        self._membership, self._admission, self._policy = membership, admission, policy
+        self._limits, self._clock, self._max_unread_bytes = limits, clock, max_unread_bytes
+        self._open: dict[int, OpenSession] = {}
+        self._line = WaitingLine()
+        self._pump_timer: asyncio.TimerHandle | None = None
+        self._next_id = 1
+        self._is_pumping = False
+        self.num_stray_events = 0
+        self.num_abandoned_legs = 0
+        self.on_idle: Callable[[], None] = _nobody_waits
+        membership.on_change = self.pump
+        membership.on_lost = self.node_lost
+
+    def __len__(self) -> int:
+        """Number of open sessions."""
+        return len(self._open)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sessions that wait for nodes and were never served."""
+        return self._line.num_new
+
+    def open(
+        self,
+        request: ValidRequest,
+        prompt_ids: tuple[int, ...],
+        max_tokens: int,
+        output: OutputText,
+        timeline: TimelineRecorder,
+        received_s: float,
+        deadline_s: float | None,
+    ) -> OpenSession:
+        """Open a session for a request that was admitted; it leaves admission when it closes."""
+        session_id, self._next_id = self._next_id, self._next_id + 1
+        rules = EndRules(max_tokens, request.stop_token_ids, request.ignore_eos)
+        session = Session(
+            SessionFacts(session_id, prompt_ids, max_tokens, received_s, deadline_s),
+            Sequence(rules, output),
+            self._limits,
+            timeline,
+            new_transfer_id,
+        )
+        log = RequestLogger(logger, {"request_id": request.label, "session_id": session_id})
+        mailbox = Mailbox(self._max_unread_bytes if request.stream else None)
+        entry = OpenSession(request, session, mailbox, log)
+        self._open[session_id] = entry
+        entry.is_handling = True
+        self._execute(entry, session.begin(self._clock.now_s()))
+        entry.is_handling = False
+        self._work_off(entry)
+        self.pump()
+        return entry
+
+    def client_left(self, entry: OpenSession) -> None:
+        """Say that nobody reads the answer any more. Harmless when it is complete."""
+        entry.mailbox.discard()
+        self._tell(entry, ClientLeft())
+
+    def leg_event(self, session_id: int, event: LegEvent) -> None:
+        """Take what a node said of a leg."""
+        if isinstance(event, FirstToken | Adopted | Tokens | LegEnded | LegReleased):
+            self._membership.settled(event.node, (session_id, event.attempt))
+        entry = self._open.get(session_id)
+        if entry is None:
+            self.num_stray_events += 1
+            return
+        if isinstance(event, LegEnded) and event.outcome.name not in ("FINISHED", "CANCELLED"):
+            extra = {"attempt": event.attempt, "peer": event.node.hex()[:8]}
+            entry.log.warning("leg %s: %s %s", event.outcome.name, event.reason, event.detail, extra=extra)
+        self._tell(entry, event)
+        if len(self._line):
+            self.pump()
+
+    def node_lost(self, node: Incarnation, reason: str) -> None:
+        """Tell every session that a node's stream broke."""
+        for entry in list(self._open.values()):
+            if any(leg.node == node and not leg.is_closed for leg in entry.session.legs):
+                self._tell(entry, NodeLost(node, reason))
+
+    def abort_all(self, make_error: Callable[[], PdserveError]) -> None:
+        """End every session with an error of its own."""
+        for entry in list(self._open.values()):
+            self._tell(entry, Aborted(make_error()))
+
+    def pump(self) -> None:
+        """Place those that wait: resumes first, each by age. Called whenever nodes may have become free."""
+        if self._is_pumping:
+            return
+        self._is_pumping = True
+        try:
+            now_s = self._clock.now_s()
+            for query in self._line.due(now_s):
+                self._try_place(query)
+        finally:
+            self._is_pumping = False
+        self._arm_pump()
+
+    # ---- views
+
+    def gauges(self) -> dict[str, float]:
+        """Return sessions by state and what they hold."""
+        counts = {f"sessions.{state.value}": 0.0 for state in SessionState}
+        for entry in self._open.values():
+            counts[f"sessions.{entry.session.state.value}"] += 1
+        return counts | {
+            "sessions": float(len(self._open)),
+            "admitted": float(self._admission.num_open),
+            "waiting": float(len(self._line)),
+            "legs_open": float(sum(entry.session.num_open_legs for entry in self._open.values())),
+            "mailbox_bytes": float(sum(entry.mailbox.num_bytes for entry in self._open.values())),
+            "refused_total": float(self._admission.num_refused),
+            "stray_events_total": float(self.num_stray_events),
+            "abandoned_legs_total": float(self.num_abandoned_legs),
+        }
+
+    def rows(self, limit: int) -> list[SessionRow]:
+        """Return up to `limit` open sessions, oldest first."""
+        now_s = self._clock.now_s()
+        return [
+            SessionRow(
+                entry.session_id,
+                entry.request.label,
+                entry.session.state.name,
+                entry.session.attempt,
+                now_s - entry.session.facts.received_s,
+                len(entry.session.sequence.token_ids),
+            )
+            for entry in list(self._open.values())[:limit]
+        ]
+
+    def check_invariants(self) -> list[str]:
+        """Return what is wrong; empty when all is well."""
+        faults = [fault for entry in self._open.values() for fault in entry.session.check_invariants()]
+        if self._admission.num_open < len(self._open):
+            faults.append(f"{len(self._open)} sessions are open, {self._admission.num_open} were admitted")
+        faults += [
+            f"{query.session_id} waits and is not open"
+            for query in self._line.all()
+            if query.session_id not in self._open
+        ]
+        return faults
+
+    # ---- the engine room
+
+    def _tell(self, entry: OpenSession, event: Event) -> None:
+        """Queue an event; events that an instruction causes are handled after it, never inside it."""
+        entry.events.append(event)
+        if not entry.is_handling:
+            self._work_off(entry)
+
+    def _work_off(self, entry: OpenSession) -> None:
+        entry.is_handling = True
+        try:
+            while entry.events:
+                event = entry.events.popleft()
+                self._execute(entry, entry.session.handle(event, self._clock.now_s()))
+        except InternalError as error:
+            entry.log.exception("a session broke; its request fails")
+            self._break(entry, error)
+        finally:
+            entry.is_handling = False
+        self._arm_timer(entry)
+
+    def _execute(self, entry: OpenSession, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case AskPlacement(query):
+                    self._ask_placement(entry, query)
+                case WithdrawPlacement():
+                    self._line.leave(entry.session_id)
+                case Submit():
+                    self._submit(entry, instruction)
+                case CancelLeg(node, attempt, reason):
+                    self._membership.send(node, [pb_nodes.cancel_message(entry.session_id, attempt, reason)])
+                case Deliver(shown):
+                    if not entry.mailbox.put(shown):
+                        entry.events.append(Aborted(self._slow_reader()))
+                case Finish():
+                    entry.mailbox.finish(instruction)
+                case Answer() | Fail():
+                    entry.mailbox.close(instruction)
+                case LegAbandoned(node, attempt):
+                    self.num_abandoned_legs += 1
+                    extra = {"attempt": attempt, "peer": node.hex()[:8]}
+                    entry.log.error("a node never released a leg; %s", entry.session.life.tell(), extra=extra)
+                case Close():
+                    self._close(entry)
+
+    def _ask_placement(self, entry: OpenSession, query: PlacementQuery) -> None:
+        if entry.session.attempt:
+            entry.log.warning(
+                "attempt ended: %s; resuming after %d tokens",
+                entry.session.last_cause,
+                len(entry.session.sequence.token_ids),
+                extra={"attempt": entry.session.attempt},
+            )
+        self._line.join(query)
+        asyncio.get_running_loop().call_soon(self.pump)
+
+    def _try_place(self, query: PlacementQuery) -> None:
+        entry = self._open.get(query.session_id)
+        found = place(query, self._membership.loads(), self._policy)
+        if entry is None or isinstance(found, Busy):
+            return
+        if isinstance(found, Pair):
+            self._line.leave(query.session_id)
+            eos = self._membership.eos_token_ids(found.prefill)
+            self._tell(entry, Placed(found.prefill, found.decode, found.identity, eos))
+            return
+        if found.is_final or not query.is_resume:
+            self._line.leave(query.session_id)
+            found.error.hint = found.error.hint or self._membership.why_empty()
+            self._tell(entry, PlacementRefused(found.error))
+
+    def _submit(self, entry: OpenSession, submit: Submit) -> None:
+        """Tell both nodes at once, decode first: an OPEN that overtakes its submit would have to be parked."""
+        now_s = self._clock.now_s()
+        facts, request = entry.session.facts, entry.request
+        wire = pb_nodes.SubmitFacts(
+            session_id=facts.session_id,
+            label=request.label,
+            prompt_ids=facts.prompt_ids,
+            sampling=request.sampling,
+            max_tokens=facts.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            deadline_s=0.0 if facts.deadline_s is None else max(0.001, facts.deadline_s - now_s),
+            age_s=max(0.0, now_s - facts.received_s),
+        )
+        num_tokens = len(facts.prompt_ids) + len(submit.output_ids)
+        messages = pb_nodes.submit_messages(wire, submit)
+        for node in (submit.decode, submit.prefill):
+            if node is None:
+                continue
+            if not self._membership.send(node, messages):
+                entry.events.append(NodeLost(node, "the stream is gone"))
+                return
+            self._membership.placed(node, (facts.session_id, submit.attempt), num_tokens)
+        entry.events.append(Submitted(submit.attempt))
+
+    def _slow_reader(self) -> PdserveError:
+        return SlowReader(
+            f"the client left more than {self._max_unread_bytes} bytes unread", hint="read the stream faster"
+        )
+
+    def _break(self, entry: OpenSession, error: InternalError) -> None:
+        """A fault of ours in one session must not touch the others: fail it, cancel its legs, forget it."""
+        self._line.leave(entry.session_id)
+        for leg in entry.session.legs:
+            if not leg.is_closed:
+                message = pb_nodes.cancel_message(entry.session_id, leg.attempt, "internal error")
+                self._membership.send(leg.node, [message])
+        entry.mailbox.close(Fail(error))
+        self._close(entry)
+
+    def _close(self, entry: OpenSession) -> None:
+        if self._open.pop(entry.session_id, None) is None:
+            return
+        if entry.timer is not None:
+            entry.timer.cancel()
+        self._admission.leave(self._clock.now_s())
+        if not self._open:
+            self.on_idle()
+
+    def _arm_timer(self, entry: OpenSession) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        due_s = entry.session.next_timer_s
+        if due_s is None or entry.session_id not in self._open:
+            return
+        delay_s = max(MIN_TIMER_S, due_s - self._clock.now_s())
+        entry.timer = asyncio.get_running_loop().call_later(delay_s, self._tell, entry, Tick())
+
+    def _arm_pump(self) -> None:
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+            self._pump_timer = None
+        now_s = self._clock.now_s()
+        due_s = self._line.next_due_s(now_s)
+        if due_s is not None:
+            delay_s = max(MIN_TIMER_S, due_s - now_s)
+            self._pump_timer = asyncio.get_running_loop().call_later(delay_s, self.pump)
+
+
+def _nobody_waits() -> None:
+    """Stand in until somebody waits for the last session's end."""
