@@ -50,6 +50,12 @@ class Recorder:
         async with asyncio.timeout(DEADLINE_S), self._changed:
             await self._changed.wait_for(lambda: sum(event.kind == kind for event in self.events) >= count)
 
+    async def logged(self, start: str) -> str:
+        """Wait for a log line that begins so, and return it."""
+        async with asyncio.timeout(DEADLINE_S), self._changed:
+            await self._changed.wait_for(lambda: any(line.startswith(start) for line in self.logs))
+        return next(line for line in self.logs if line.startswith(start))
+
     def _wake(self) -> None:
         async def notify() -> None:
             async with self._changed:
@@ -90,7 +96,7 @@ async def test_router_is_told_the_nodes_addresses_and_each_process_has_its_own_g
     async with running(stub_plan(nodes=("normal", "normal"))) as (supervisor, recorder, _):
         await recorder.seen("ready")
         nodes = {e.name: e.addresses["grpc"] for e in recorder.events if isinstance(e, Started) and e.role == "prefill"}
-        told = next(line for line in recorder.logs if line.startswith("router arguments"))
+        told = await recorder.logged("router arguments")
         arguments = json.loads(told.removeprefix("router arguments "))
         given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == "--prefill"]
         assert sorted(given) == sorted(nodes.values())
@@ -130,6 +136,7 @@ async def test_process_that_cannot_start_ends_the_cluster_with_its_reason_and_st
         with pytest.raises(ClusterFailed, match=r"prefill-1 failed \(exit status 3\): the model is damaged") as failed:
             await asyncio.wait_for(task, DEADLINE_S)
         assert failed.value.exit_code == 3
+        assert [(e.name, e.status) for e in recorder.events if isinstance(e, Exited)] == [("prefill-1", 3)]
         assert "hint: pull it again" in str(failed.value)
         assert not [e for e in recorder.events if isinstance(e, Started) and e.name == "router"]
 

@@ -76,7 +76,7 @@ class DemoReporter:
 
     def event(self, event: Event) -> None:
         """Show one event."""
-        if event.kind not in ("draining", "exited"):
+        if event.kind not in ("draining", "exited", "failed"):
             self._console.print(Text(event.line() if event.kind != "ready" else "ready", style="dim"))
 
     def log(self, name: str, line: str) -> None:

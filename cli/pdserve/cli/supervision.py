@@ -6,9 +6,10 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from pdserve.cli.events import Draining, Reporter, Stopped
-from pdserve.cli.exit_codes import ExitCode
-from pdserve.cli.supervisor import Supervisor
+from pdserve.cli.events import Draining, Failed, Reporter, Stopped
+from pdserve.cli.exit_codes import ExitCode, exit_code_of
+from pdserve.cli.supervisor import ClusterFailed, Supervisor
+from pdserve.core.errors import PdserveError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED_DRAIN_S = 5.0
@@ -69,6 +70,8 @@ async def supervise(
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await end_tasks(tasks)
             failures = [error for task in done if (error := task.exception()) is not None]
+            for error in failures:
+                reporter.event(Failed(str(error), exit_code_for(error)))
             code = await drain(supervisor, reporter, min(drain_s, FAILED_DRAIN_S) if failures else drain_s, stop)
         finally:
             await end_tasks(tasks)
@@ -76,6 +79,13 @@ async def supervise(
     if failures:
         raise failures[0]
     return code
+
+
+def exit_code_for(error: BaseException) -> int:
+    """Return the exit status that a failure of the cluster, or of the work on it, ends the command with."""
+    if isinstance(error, ClusterFailed):
+        return error.exit_code
+    return exit_code_of(error) if isinstance(error, PdserveError) else ExitCode.FAILED
 
 
 async def drain(supervisor: Supervisor, reporter: Reporter, within_s: float, stop: StopSignals) -> ExitCode:

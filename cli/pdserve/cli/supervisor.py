@@ -50,6 +50,8 @@ class Member:
     restarts: RestartPolicy
     addresses: Mapping[str, str] = field(default_factory=dict)
     child: Child | None = None
+    mourned: Child | None = None
+    """The last run whose end was reported."""
 
     @property
     def is_running(self) -> bool:
@@ -124,7 +126,12 @@ class Supervisor:
         child = Child(member.plan, self._reporter.log)
         member.child = child
         await child.start(self._arguments(member))
-        member.addresses = await child.addresses(self._plan.listen_wait_s)
+        try:
+            member.addresses = await child.addresses(self._plan.listen_wait_s)
+        except ChildDied as death:
+            if death.status is not None:
+                self._report_end(member, death.status)
+            raise
         self._reporter.event(Started(member.plan.name, member.plan.role, child.pid, dict(member.addresses)))
 
     def _arguments(self, member: Member) -> list[str]:
@@ -161,7 +168,7 @@ class Supervisor:
     async def _death(self, member: Member) -> None:
         assert member.child is not None
         status = await member.child.ended()
-        raise ChildDied(member.plan.name, status, member.child.reason(status))
+        raise ChildDied(member.plan.name, status, self._report_end(member, status))
 
     async def _keep_alive(self, member: Member) -> None:
         """Start `member` again whenever it dies. Raises ClusterFailed when it dies too often."""
@@ -169,8 +176,7 @@ class Supervisor:
         while True:
             assert member.child is not None
             status = await member.child.ended()
-            reason = member.child.reason(status)
-            self._reporter.event(Exited(member.plan.name, member.plan.role, member.child.pid, status, reason))
+            reason = self._report_end(member, status)
             delay_s = member.restarts.next_delay_s(clock())
             if delay_s is None:
                 raise ClusterFailed(
@@ -193,9 +199,16 @@ class Supervisor:
     async def _gone(self, member: Member) -> None:
         if member.child is None or not member.is_running:
             return
-        status = await member.child.ended()
+        self._report_end(member, await member.child.ended())
+
+    def _report_end(self, member: Member, status: int) -> str:
+        """Report the end of the member's run, once, and return how it ended."""
+        assert member.child is not None
         reason = member.child.reason(status)
-        self._reporter.event(Exited(member.plan.name, member.plan.role, member.child.pid, status, reason))
+        if member.mourned is not member.child:
+            member.mourned = member.child
+            self._reporter.event(Exited(member.plan.name, member.plan.role, member.child.pid, status, reason))
+        return reason
 
 
 def refuse_busy_port(host: str, port: int) -> None:

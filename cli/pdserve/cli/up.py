@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
-from pdserve.cli.events import ConsoleReporter, Failed, JsonReporter, Preparing, Reporter
+from pdserve.cli.events import ConsoleReporter, JsonReporter, Preparing, Reporter
 from pdserve.cli.model_steps import OnStep, in_steps, ready_model
 from pdserve.cli.report import run_async, show_error
 from pdserve.cli.supervision import supervise
@@ -71,8 +71,6 @@ def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
     try:
         return run_async(run_plan(plan, reporter))
     except ClusterFailed as error:
-        if as_json:
-            reporter.event(Failed(str(error), error.exit_code))
         show_error(str(error))
         return error.exit_code
 
