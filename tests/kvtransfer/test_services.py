@@ -1,14 +1,41 @@
-"""Both services over real channels: what nodes see."""
+"""Both services over real channels: what nodes see, and what strangers cannot do."""
 
+import contextlib
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import zmq
 
-from pdserve.kvtransfer import Acked, Received
-from pdserve.kvtransfer.channel import Channel
+from pdserve.core.errors import AddressInUse
+from pdserve.core.ids import new_incarnation
+from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.kvtransfer import (
+    Acked,
+    FinishedEarly,
+    Granted,
+    KvReceiveService,
+    Opened,
+    PeerDown,
+    PeerRefused,
+    PeerUp,
+    Received,
+    ReceiveFailed,
+    SendClosed,
+    SendFailed,
+)
+from pdserve.kvtransfer.channel import Channel, Route
+from pdserve.kvtransfer.codec import encode
 from pdserve.kvtransfer.inprocess import InProcessNetwork
+from pdserve.kvtransfer.messages import Beat, Commit, Hello, Open
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
-from tests.kvtransfer.nodes import FIRST, Pair
+from tests.kvtransfer.nodes import FIRST, BytesSink, Events, Pair, settings, wait_until
+
+BIG = KvLayout((LayerLayout(8, 64, 64),) * 12, "float32")
+"""4 KiB per token and layer; 12 layers of 512 tokens are 24 MiB."""
 
 
 @pytest.fixture(params=["inprocess", "zeromq"])
@@ -23,15 +50,377 @@ def pair(make_channel: Callable[[], Channel]) -> Iterator[Pair]:
     made.stop()
 
 
-def test_a_transfer_arrives_whole(pair: Pair) -> None:
+@pytest.fixture
+def tcp_pair() -> Iterator[Pair]:
+    made = Pair.make(ZeroMqChannel).start()
+    yield made
+    made.stop()
+
+
+def check_a_transfer_works(pair: Pair) -> None:
+    """One transfer from submit to adoption."""
     transfer_id = pair.open()
     pair.send_all(transfer_id)
     pair.closed(transfer_id)
     assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
     assert pair.received.kinds(transfer_id) == ["Opened", "Received", "ReceiveClosed"]
+    pair.sink.check(transfer_id, 20)
+
+
+def test_a_transfer_arrives_whole(pair: Pair) -> None:
+    check_a_transfer_works(pair)
     received = pair.received.wait(Received)
     assert received.tokens == FIRST
     assert received.durations_s == {"prefill.compute": 0.5}
     assert received.stats.kv_bytes == pair.source.layout.range_bytes(range(4), 20)
-    assert pair.sent.wait(Acked).stats.kv_bytes == received.stats.kv_bytes
-    pair.sink.check(transfer_id, 20)
+    acked = pair.sent.wait(Acked)
+    assert acked.stats.kv_bytes == received.stats.kv_bytes
+    assert acked.stats.num_frames == received.stats.num_frames > 0
+    assert acked.stats.exposed_s > 0
+
+
+def test_many_large_transfers_at_once(make_channel: Callable[[], Channel]) -> None:
+    """More bytes than window and staging hold, from several threads, in turns on one link."""
+    mine = settings(layout=BIG, staging_bytes=2 << 20)
+    theirs = settings(layout=BIG, window_bytes=3 << 20)
+    pair = Pair.make(make_channel, mine, theirs).start()
+    ids = [pair.open(128) for _ in range(4)]
+    threads = [threading.Thread(target=pair.send_all, args=(transfer_id, 128)) for transfer_id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for transfer_id in ids:
+        pair.closed(transfer_id)
+        assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
+        pair.sink.check(transfer_id, 128)
+    pair.stop()
+
+
+def test_a_layer_is_sent_before_the_next_is_computed(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel, settings(layout=BIG), settings(layout=BIG)).start()
+    transfer_id = pair.open(128)
+
+    def is_placed(layer: int) -> bool:
+        return (layer, 127) in pair.sink.placed.get(transfer_id, {})
+
+    for layer in range(BIG.num_layers):
+        pair.sender.mark_ready(transfer_id, range(layer, layer + 1), range(128))
+        wait_until(partial(is_placed, layer), f"layer {layer} is placed")
+    pair.sender.commit(transfer_id, FIRST, {})
+    pair.closed(transfer_id)
+    assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
+    pair.stop()
+
+
+def test_busy_is_not_failure(pair: Pair) -> None:
+    mine, theirs = pair.specs()
+    pair.receiver.expect(theirs)
+    pair.sender.open(mine)
+    pair.received.wait(Opened)
+    pair.receiver.refuse(mine.transfer_id)
+    pair.closed(mine.transfer_id)
+    failed = pair.sent.wait(SendFailed)
+    assert (failed.reason, failed.busy) == ("kv_nack_busy", True)
+    assert pair.received.kinds(mine.transfer_id) == ["Opened", "ReceiveClosed"]
+
+
+def test_finished_at_the_first_token(pair: Pair) -> None:
+    transfer_id = pair.open()
+    pair.sender.abort(transfer_id, "stop", finished=True)
+    pair.closed(transfer_id)
+    pair.received.wait(FinishedEarly)
+    assert "SendFailed" not in pair.sent.kinds(transfer_id)
+
+
+@pytest.mark.parametrize("stage", ["opened", "granted", "streaming"])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_each_side_gives_up_at_each_stage(pair: Pair, stage: str, side: str) -> None:
+    mine, theirs = pair.specs()
+    transfer_id = mine.transfer_id
+    pair.receiver.expect(theirs)
+    pair.sender.open(mine)
+    pair.received.wait(Opened)
+    if stage != "opened":
+        pair.receiver.grant(transfer_id)
+        pair.sent.wait(Granted)
+    if stage == "streaming":
+        pair.sender.mark_ready(transfer_id, range(4), range(10))
+        wait_until(lambda: transfer_id in pair.sink.placed, "some KV is placed")
+    if side == "sender":
+        pair.sender.abort(transfer_id, "cancelled")
+        pair.closed(transfer_id)
+        assert pair.received.wait(ReceiveFailed).reason == "peer_aborted"
+    else:
+        pair.receiver.cancel(transfer_id, "cancelled")
+        pair.closed(transfer_id)
+        assert pair.sent.wait(SendFailed).reason == "peer_aborted"
+    check_a_transfer_works(pair)
+
+
+def test_a_pool_that_raises_fails_one_transfer_only(pair: Pair) -> None:
+    for broken, reason in ((pair.source, "pack_failed"), (pair.sink, "kv_nack_place")):
+        transfer_id = pair.open()
+        broken.fails = True
+        pair.send_all(transfer_id)
+        pair.closed(transfer_id)
+        broken.fails = False
+        assert next(e.reason for e in pair.sent.of(transfer_id) if isinstance(e, SendFailed)) == reason
+        check_a_transfer_works(pair)
+
+
+def test_a_handler_that_raises_harms_nothing(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel)
+
+    def raising(event: object) -> None:
+        pair.received(event)
+        raise RuntimeError("the node is broken")
+
+    pair.receiver = KvReceiveService(pair.receiver_settings, pair.sink, raising, make_channel=make_channel)
+    pair.start()
+    check_a_transfer_works(pair)
+    pair.stop()
+
+
+def test_different_nodes_are_refused_by_name(make_channel: Callable[[], Channel]) -> None:
+    mine = settings()
+    pair = Pair.make(make_channel, replace(mine, identity=replace(mine.identity, weight_digest="another"))).start(
+        meet=False
+    )
+    pair.receiver.set_peers(frozenset({mine.incarnation}))
+    pair.dial()
+    assert pair.sent.wait(PeerRefused).fields == ("weight_digest",)
+    assert pair.received.wait(PeerRefused).fields == ("weight_digest",)
+    spec, _ = pair.specs()
+    pair.sender.open(spec)
+    assert pair.sent.wait(SendFailed).reason == "peer_refused"
+    pair.stop()
+
+
+def test_a_secret_on_both_sides(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel, settings(secret=b"s"), settings(secret=b"s")).start()
+    check_a_transfer_works(pair)
+    pair.stop()
+
+
+def test_a_wrong_secret(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel, settings(secret=b"s"), settings(secret=b"t")).start(meet=False)
+    pair.receiver.set_peers(frozenset({pair.sender_settings.incarnation}))
+    pair.dial()
+    assert pair.sent.wait(PeerRefused).fields == ("proof",)
+    pair.stop()
+
+
+def test_hello_before_the_routers_list_connects_as_soon_as_it_comes(pair: Pair) -> None:
+    other = Pair.make(pair.sender._loop._make_channel)
+    other.sender.start()
+    other.sender.set_peers({pair.receiver_settings.incarnation: pair.receiver.endpoint})
+    wait_until(lambda: pair.receiver.gauges()["kv_links"] == 2, "the HELLO is parked")
+    assert other.sent.all == []
+    both = frozenset({pair.sender_settings.incarnation, other.sender_settings.incarnation})
+    pair.receiver.set_peers(both)
+    other.sent.wait(PeerUp)
+    assert pair.receiver.peers_up() == both
+    assert other.sender.stop()
+    pair.received.wait(PeerDown, lambda event: event.incarnation == other.sender_settings.incarnation)
+
+
+def test_open_before_submit(pair: Pair) -> None:
+    mine, theirs = pair.specs()
+    pair.sender.open(mine)
+    wait_until(lambda: pair.receiver.gauges()["kv_parked_opens"] == 1, "the OPEN is parked")
+    pair.receiver.expect(theirs)
+    pair.received.wait(Opened)
+    pair.receiver.grant(mine.transfer_id)
+    pair.send_all(mine.transfer_id)
+    pair.closed(mine.transfer_id)
+    assert pair.received.kinds(mine.transfer_id)[1] == "Received"
+
+
+def test_the_receiver_dies_and_another_takes_its_place(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel).start()
+    transfer_id = pair.open()
+    assert pair.receiver.stop()
+    assert pair.sent.wait(SendFailed).reason in ("peer_lost", "kv_nack_shutdown")
+    pair.sent.wait(SendClosed, lambda event: event.transfer_id == transfer_id)
+    pair.sent.wait(PeerDown)
+    port = int(pair.receiver.endpoint.rpartition(":")[2])
+    pair.receiver_settings = replace(pair.receiver_settings, incarnation=new_incarnation())
+    pair.received = Events()
+    pair.receiver = KvReceiveService(
+        pair.receiver_settings, pair.sink, pair.received, port=port, make_channel=make_channel
+    )
+    pair.receiver.start()
+    pair.receiver.set_peers(frozenset({pair.sender_settings.incarnation}))
+    pair.sent.wait(PeerRefused, lambda event: event.fields == ("incarnation",))
+    pair.dial()
+    pair.sent.wait(PeerUp, num=2)
+    check_a_transfer_works(pair)
+    pair.stop()
+
+
+def test_the_sender_dies(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel).start()
+    transfer_id = pair.open()
+    assert pair.sender.stop()
+    failed = pair.received.wait(ReceiveFailed)
+    assert failed.transfer_id == transfer_id
+    assert pair.received.kinds(transfer_id)[-1] == "ReceiveClosed"
+    assert pair.sent.kinds(transfer_id)[-2:] == ["SendFailed", "SendClosed"]
+    pair.received.wait(PeerDown)
+    wait_until(lambda: pair.receiver.gauges()["kv_links"] == 0, "the link is gone")
+    pair.check_idle()
+    assert pair.receiver.stop()
+
+
+def test_too_many_waiting_marks_fail_by_name(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel, settings(max_waiting_marks=8)).start()
+    transfer_id = pair.open()
+    with pair.sender._loop.lock:  # the I/O thread cannot take a command meanwhile
+        for token in range(20):
+            pair.sender.mark_ready(transfer_id, range(1), range(token, token + 1))
+    pair.closed(transfer_id)
+    assert pair.sent.wait(SendFailed).reason == "mark_overflow"
+    check_a_transfer_works(pair)
+    pair.stop()
+
+
+def test_a_busy_port_is_a_named_error(make_channel: Callable[[], Channel]) -> None:
+    pair = Pair.make(make_channel).start()
+    port = int(pair.receiver.endpoint.rpartition(":")[2])
+    second = KvReceiveService(settings(), BytesSink(BIG), Events(), port=port, make_channel=make_channel)
+    with pytest.raises(AddressInUse):
+        second.start()
+    assert second.stop()
+    pair.stop()
+
+
+def test_the_advertised_host_stands_in_the_endpoint() -> None:
+    service = KvReceiveService(settings(), BytesSink(BIG), Events(), advertise="decode-0.example")
+    assert service.endpoint == ""
+    service.start()
+    assert service.endpoint.startswith("tcp://decode-0.example:")
+    assert service.stop()
+
+
+def test_stop_without_start_and_twice() -> None:
+    pair = Pair.make(ZeroMqChannel)
+    assert pair.sender.stop()
+    pair = Pair.make(ZeroMqChannel).start()
+    assert pair.sender.stop()
+    assert pair.sender.stop()
+    assert pair.receiver.stop()
+
+
+def test_no_thread_is_left() -> None:
+    pair = Pair.make(ZeroMqChannel).start()
+    check_a_transfer_works(pair)
+    pair.stop()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pdserve-kv")]
+
+
+class TestStrangers:
+    """Bytes from anyone else change nothing: no state, no answer that helps, and service goes on."""
+
+    def test_raw_tcp_bytes(self, tcp_pair: Pair) -> None:
+        before = tcp_pair.receiver.describe()
+        host, port = "127.0.0.1", int(tcp_pair.receiver.endpoint.rpartition(":")[2])
+        for content in (b"GET / HTTP/1.1\r\n\r\n" * 50, bytes(4096), b"\xff" * 4096, b"\x01\x00" * 2048, b"PDKV" * 99):
+            with socket.create_connection((host, port)) as stranger:
+                self._say_and_read(stranger, content)
+        check_a_transfer_works(tcp_pair)
+        self._check_unchanged(tcp_pair, before)
+
+    @staticmethod
+    def _say_and_read(stranger: socket.socket, content: bytes) -> None:
+        """Send everything and read to the end, unless the other side hangs up first."""
+        stranger.settimeout(30)
+        with contextlib.suppress(ConnectionError, OSError):
+            stranger.sendall(content)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+
+    @staticmethod
+    def _check_unchanged(pair: Pair, before: list[dict[str, object]]) -> None:
+        after = pair.receiver.describe()
+        assert [machine["link_from"] for machine in after] == [machine["link_from"] for machine in before]
+        assert pair.receiver.gauges()["kv_transfers"] == 0
+        assert pair.receiver.gauges()["kv_io_errors_total"] == 0
+        assert not [event for event in pair.received.all if isinstance(event, PeerDown | ReceiveFailed)]
+
+    def test_messages_of_a_raw_dealer(self, tcp_pair: Pair) -> None:
+        before = tcp_pair.receiver.describe()
+        mine, theirs = tcp_pair.specs()
+        tcp_pair.receiver.expect(theirs)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(tcp_pair.receiver.endpoint)
+        opened = encode(Open(mine.transfer_id, 1, bytes(32), 20))
+        posed = Hello(new_incarnation(), tcp_pair.receiver_settings.incarnation, bytes(16), None, protocol_version=9)
+        messages: list[list[bytes]] = [
+            [b""],
+            [b"garbage"],
+            [b"x"] * 50,
+            [bytes(1 << 20)] * 3,
+            [opened],
+            [opened, b"more"],
+            [opened[:-1]],
+            [encode(Commit(mine.transfer_id, 1, 0, FIRST))],
+            [encode(Beat())],
+            [encode(posed)],
+        ]
+        for message in messages:
+            stranger.send_multipart(message)
+        # The answer to the last message shows that all of them were read.
+        answers = 0
+        while answers < 4:
+            assert stranger.poll(30_000)
+            stranger.recv_multipart()
+            answers += 1
+        tcp_pair.sender.open(mine)
+        tcp_pair.received.wait(Opened)
+        tcp_pair.receiver.grant(mine.transfer_id)
+        tcp_pair.send_all(mine.transfer_id)
+        tcp_pair.closed(mine.transfer_id)
+        stranger.close(0)
+        context.term()
+        gauges = tcp_pair.receiver.gauges()
+        assert gauges["kv_bad_frames_total"] == 6
+        assert gauges["kv_strange_total"] == 3
+        self._check_unchanged(tcp_pair, before)
+
+    def test_a_message_that_is_too_long_ends_its_connection_only(self, tcp_pair: Pair) -> None:
+        before = tcp_pair.receiver.describe()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(zmq.Event.DISCONNECTED)
+        stranger.connect(tcp_pair.receiver.endpoint)
+        stranger.send(bytes((1 << 20) + 1))
+        assert monitor.poll(30_000), "libzmq drops the connection"
+        stranger.disable_monitor()
+        monitor.close(0)
+        stranger.close(0)
+        context.term()
+        check_a_transfer_works(tcp_pair)
+        self._check_unchanged(tcp_pair, before)
+
+    def test_a_damaged_frame_on_a_link_ends_its_transfers_and_the_link_comes_back(self, tcp_pair: Pair) -> None:
+        transfer_id = tcp_pair.open()
+        with tcp_pair.sender._loop.lock:
+            route: Route = next(iter(tcp_pair.sender._shell.table._by_route))
+        tcp_pair.sender._loop.submit(lambda now_s: self._damage(tcp_pair, route))
+        tcp_pair.closed(transfer_id)
+        assert tcp_pair.received.wait(ReceiveFailed).reason == "kv_nack_frame"
+        assert tcp_pair.sent.wait(SendFailed).reason == "kv_nack_frame"
+        tcp_pair.sent.wait(PeerUp, num=2)
+        tcp_pair.received.wait(PeerUp, num=2)
+        check_a_transfer_works(tcp_pair)
+
+    @staticmethod
+    def _damage(pair: Pair, route: Route) -> None:
+        frame = bytearray(encode(Beat()))
+        frame[6] ^= 1
+        assert pair.sender._shell._channel.send(route, bytes(frame))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 
 import pytest
 
@@ -44,7 +45,8 @@ def test_tables_answer_every_event_in_every_state(table: TransitionTable) -> Non
     reached = {table.initial}
     while more := {after for (before, _), after in table.moves.items() if before in reached} - reached:
         reached |= more
-    assert reached == set(type(table.initial)), "every state can be reached"
+    states: type[Enum] = type(table.initial)
+    assert reached == set(states), "every state can be reached"
     for state in reached - table.terminal:
         assert any(before is state and after is not state for (before, _), after in table.moves.items()), (
             f"{state} is a trap"

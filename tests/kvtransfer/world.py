@@ -177,16 +177,16 @@ class World:
                         self.receiver.lost(route, "disconnected", self.now_s)
                 case Send(route, message):
                     self._put(True, route, message, b"")
-                case Emit(event):
-                    self.sent.append(event)
+                case Emit():
+                    self.sent.append(order.event)
         while (reply := self.receiver.take()) is not None:
             match reply:
-                case Send(route, message):
-                    self._put(False, route, message, b"")
+                case Send():
+                    self._put(False, reply.route, reply.message, b"")
                 case Place():
                     self._place(reply)
-                case Emit(event):
-                    self.received.append(event)
+                case Emit():
+                    self.received.append(reply.event)
 
     def _place(self, place: Place) -> None:
         try:

@@ -206,7 +206,7 @@ class ZeroMqChannel:
         for each in (socket, monitor):
             if each in self._poller:
                 self._poller.unregister(each)
-        # An open monitor would make the context's `term` wait for ever. `disable_monitor` closes it as well.
+        # An open monitor would make the context's `term` wait for ever.
         socket.disable_monitor()
         monitor.close(0)
         socket.close(0)
