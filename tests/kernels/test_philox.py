@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pdserve.kernels.philox import gumbel, philox_4x32, uniform, uniform_from_bits
+from pdserve.kernels.philox import gumbel, gumbel_from_uniform, philox_4x32, uniform, uniform_from_bits
 
 # (counter, key, output) of philox4x32 with 10 rounds.
 PUBLISHED = [
@@ -63,6 +63,14 @@ def test_each_word_of_the_key_and_counter_matters() -> None:
         uniform(1, ids, 2, 4),
     ):
         assert not np.any(base == other)
+
+
+def test_noise_is_finite_and_ordered_at_the_ends() -> None:
+    ends = uniform_from_bits(np.array([0, 1, 2, 0x7FFFFFFE, 0x7FFFFFFF], np.uint32))
+    noise = gumbel_from_uniform(ends)
+    assert np.isfinite(noise).all()
+    assert noise[0] > noise[1] > noise[2] > 20
+    assert noise[-1] < -2
 
 
 def test_noise_has_the_mean_of_gumbel_and_is_finite() -> None:

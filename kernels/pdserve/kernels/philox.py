@@ -66,10 +66,15 @@ def uniform(seed: int, token_ids: NDArray[np.integer], position: int, sequence: 
 
 
 def gumbel(seed: int, token_ids: NDArray[np.integer], position: int, sequence: int) -> NDArray[np.float64]:
-    """Return one standard Gumbel number per candidate, -log(-log(1 - u)) with u from `uniform`.
+    """Return one standard Gumbel number per candidate, from `uniform`."""
+    return gumbel_from_uniform(uniform(seed, token_ids, position, sequence))
+
+
+def gumbel_from_uniform(u: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return -log(-log(1 - u)).
 
     1 - u rather than u: large noise, which decides draws, then comes from small u, where float32 is finest. A u of exactly 0
     (once in 2^31) counts as 2^-32, so that the noise is finite.
     """
-    u = uniform(seed, token_ids, position, sequence).astype(np.float64)
-    return np.asarray(-np.log(-np.log1p(-np.maximum(u, 2.0**-32))))
+    clamped = np.maximum(u.astype(np.float64), 2.0**-32)
+    return np.asarray(-np.log(-np.log1p(-clamped)))
