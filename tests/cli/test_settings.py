@@ -21,7 +21,7 @@ SAMPLES: Mapping[str, tuple[str, str, str, str]] = {
     "prefill": ("h:1", "h:2", "h:3", "h:4"),
     "max_queue": ("1", "2", "3", "4"),
     "block_size": ("1", "2", "3", "4"),
-    "reserve": ("on_submit", "on_complete", "on_submit", "on_complete"),
+    "reserve": ("on_submit", "on_open", "on_submit", "on_submit"),
     "token_budget": ("1", "2", "3", "4"),
     "cluster_secret": ("a", "b", "c", "d"),
 }

@@ -62,8 +62,6 @@ def generate(
     except PdserveError as error:
         if as_json:
             write_json(error_as_json(error))
-        elif stream:
-            sys.stdout.write("\n")
         show_error(message_of(error), error.hint)
         raise typer.Exit(exit_code_of(error)) from None
     if timeline and not as_json and answer.summary is not None:
@@ -90,19 +88,20 @@ async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool
 
     answer = Answer()
     async with Client(server) as client:
-        async for part in client.generate(prompt, options, stream=stream):
-            answer.add(part)
-            if not isinstance(part, Delta):
-                continue
-            if not as_json:
-                sys.stdout.write(part.text)
+        try:
+            async for part in client.generate(prompt, options, stream=stream):
+                answer.add(part)
+                if isinstance(part, Delta) and not as_json:
+                    sys.stdout.write(part.text)
+                    sys.stdout.flush()
+                elif isinstance(part, Delta) and stream:
+                    write_json({"event": "delta", **asdict(part)})
+        finally:
+            if answer.deltas and not as_json:
+                sys.stdout.write("\n")
                 sys.stdout.flush()
-            elif stream:
-                write_json({"event": "delta", **asdict(part)})
     if as_json:
         write_json(answer_as_json(answer))
-    else:
-        sys.stdout.write("\n")
     return answer
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pdserve.core.build import ProcessInfo
 
 STATE_STYLES = {"ready": "green", "draining": "yellow", "loading": "yellow", "connecting": "yellow"}
-LOAD_GAUGES = 4
-"""Gauges shown per node; `--json` has all."""
+STANDING = ("process.", "blocks.", "nodes.", "kv_links", "routers", "steps", "failed_steps", "forwards")
+"""Gauges that say nothing of load; `--json` has all."""
 
 
 def status(
@@ -87,7 +87,7 @@ def state_view(server: str, state: "ClusterState", models: "tuple[ModelCard, ...
         if process is None:
             table.add_row("?", node.address, told)
             continue
-        engine = f"{process.dtype} {process.device}, {process.threads} threads, blocks of {process.block_size}"
+        engine = f"{process.dtype} {process.device}, blocks of {process.block_size}, threads: {process.threads}"
         table.add_row(
             process.role.label, node.address, told, process.incarnation.hex()[:8], version_of(process), engine,
             process.weight_digest[:12], load_of(node.gauges),
@@ -109,6 +109,9 @@ def version_of(process: "ProcessInfo") -> str:
 
 
 def load_of(gauges: Mapping[str, float]) -> str:
-    """Return the gauges that are not zero, the first few of them."""
-    busy = [f"{name} {value:g}" for name, value in sorted(gauges.items()) if value]
-    return ", ".join(busy[:LOAD_GAUGES]) or "idle"
+    """Return what is going on: gauges of work that are not zero, and the blocks in use."""
+    busy = [f"{name} {value:g}" for name, value in sorted(gauges.items()) if value and not name.startswith(STANDING)]
+    busy = [text for text in busy if not text.partition(" ")[0].endswith("_total")]
+    shown = ", ".join(busy) or "idle"
+    total = gauges.get("blocks.total")
+    return shown if total is None else f"{shown}; {total - gauges.get('blocks.free', 0.0):g} of {total:g} blocks taken"
