@@ -9,16 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import IO
 
 import pytest
 
 from pdserve.cli.events import Event, Exited, Started
+from pdserve.cli.exit_codes import ExitCode
 from pdserve.cli.restarts import RestartPolicy
+from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
-from pdserve.core.errors import AddressInUse
+from pdserve.core.errors import AddressInUse, NoNodes
 from tests.cli.stub_supervisor import always_ready, stub_plan
 
 DEADLINE_S = 30.0
@@ -200,6 +202,47 @@ def connect(recorder: Recorder) -> None:
     last = [e for e in recorder.events if isinstance(e, Started) and e.role == "prefill"][-1]
     host, _, port = last.addresses["grpc"].rpartition(":")
     socket.create_connection((host, int(port))).close()
+
+
+async def supervised(work: Callable[[], Awaitable[None]]) -> tuple[ExitCode, Recorder]:
+    """Run a cluster around `work` and return how it ended; no process of it is left."""
+    recorder = Recorder()
+    supervisor = Supervisor(stub_plan(), recorder, always_ready)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await supervise(supervisor, recorder, 10.0, work), recorder
+    finally:
+        assert len(pids(recorder)) == 2
+        assert not any(is_alive(pid) for pid in pids(recorder).values())
+
+
+@pytest.mark.asyncio
+async def test_cluster_ends_with_its_work() -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+
+    code, recorder = await supervised(work)
+    assert code is ExitCode.OK
+    assert [event.kind for event in recorder.events][-4:] == ["draining", "exited", "exited", "stopped"]
+
+
+@pytest.mark.asyncio
+async def test_failure_of_the_work_is_raised_when_everything_has_stopped() -> None:
+    async def work() -> None:
+        raise NoNodes("no decode node")
+
+    with pytest.raises(NoNodes, match="no decode node"):
+        await supervised(work)
+
+
+@pytest.mark.asyncio
+async def test_signal_before_the_work_is_done_is_no_success() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    code, _ = await supervised(work)
+    assert code is ExitCode.INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ async def supervise(
 ) -> ExitCode:
     """Run a cluster until a stop signal, a failure, or the end of `work`, which starts when the cluster is ready.
 
-    Returns OK after a drain and INTERRUPTED if a second signal cut it short. Raises what ended the cluster or the work. No
+    Returns OK after a drain and INTERRUPTED if a second signal cut it short, or the first one the work. Raises what ended the cluster or the work. No
     process is left on any path.
     """
     stop = StopSignals()
@@ -78,7 +78,8 @@ async def supervise(
             await supervisor.kill()
     if failures:
         raise failures[0]
-    return code
+    was_interrupted = work is not None and stop.first.is_set()
+    return ExitCode.INTERRUPTED if was_interrupted else code
 
 
 def exit_code_for(error: BaseException) -> int:
