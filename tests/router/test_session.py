@@ -414,7 +414,10 @@ def replayed(names: tuple[str, ...]) -> World:
 
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: " ".join(start) or "begin")
 def test_every_order_of_events_ends_well(start: tuple[str, ...]) -> None:
-    """All orders of events from each start, to the depth stated there, equal states merged: never raises, one answer, every leg closed."""
+    """All orders of events from each start, to the depth stated there, equal states merged.
+
+    Never raises, one answer, tokens once and in order, every leg closed.
+    """
     seen: set[tuple[object, ...]] = set()
     layer = [start]
     for _ in range(STARTS[start]):

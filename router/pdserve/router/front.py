@@ -2,7 +2,7 @@
 
 import asyncio
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -114,7 +114,7 @@ class InferenceFront:
         """Check, admit and tokenize a request, and open its session."""
         request = validate(pb.parse_generate(raw, self._max_message_bytes), self._model.served)
         timeline = TimelineRecorder(received_s)
-        remaining_s = context.time_remaining()
+        remaining_s = cast("float | None", context.time_remaining())  # None without a deadline, whatever the stubs say
         self._admission.admit(self._sessions.num_waiting)
         try:
             prompt_ids = await self._encode(request)

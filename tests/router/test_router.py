@@ -1,0 +1,443 @@
+"""The router's process between scripted nodes: real gRPC on both sides, everything else the test's words."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from pdserve.core.build import Role
+from pdserve.core.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    NoNodes,
+    Overloaded,
+    PdserveError,
+    SlowReader,
+)
+from pdserve.rpc.errors import error_from_rpc
+from pdserve.v1 import inference_pb2, node_pb2
+from tests.router.models import CHAT_TEMPLATE, byte_level_tokenizer
+from tests.router.scripted_node import DEADLINE_S, Stage, start_stage, until
+
+pytestmark = pytest.mark.asyncio
+
+IDS = byte_level_tokenizer().encode("abcdefgh").ids
+Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with start_stage(tmp_path) as running:
+        await running.until("ready", 2)
+        yield running
+        await running.leak_oracle()
+
+
+def ask(stage: Stage, max_tokens: int | None = 4, timeout: float = DEADLINE_S, **fields: Any) -> Call:
+    request = inference_pb2.GenerateRequest(**({"text": "the"} | fields))
+    if max_tokens is not None:
+        request.stop.max_tokens = max_tokens
+    return stage.stub.Generate(request, timeout=timeout)
+
+
+async def collect(call: Call) -> tuple[str, list[int], inference_pb2.Summary]:
+    text = ""
+    ids: list[int] = []
+    summary: inference_pb2.Summary | None = None
+    async for message in call:
+        for delta in message.deltas:
+            text += delta.text
+            ids += delta.token_ids
+            assert len(delta.logprobs) == len(delta.token_ids)
+        if message.HasField("summary"):
+            assert summary is None
+            summary = message.summary
+    assert summary is not None
+    return text, ids, summary
+
+
+async def failure(call: "Call | grpc.aio.UnaryStreamCall[bytes, bytes]") -> PdserveError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return error_from_rpc(caught.value)
+
+
+async def submits(stage: Stage) -> tuple[node_pb2.Submit, node_pb2.Submit]:
+    return await stage.prefill[0].next_of("submit"), await stage.decode[0].next_of("submit")
+
+
+async def test_the_walk_of_a_request(stage: Stage) -> None:
+    call = ask(stage, request_id="label")
+    submit, same = await submits(stage)
+    assert submit == same, "the same message goes to both nodes"
+    assert (len(submit.transfer_id), submit.attempt, submit.request_label) == (16, 1, "label")
+    assert (submit.prefill_incarnation, submit.decode_incarnation) == (
+        stage.prefill[0].incarnation,
+        stage.decode[0].incarnation,
+    )
+    assert submit.max_tokens == 4
+    assert 0 < submit.deadline_s <= DEADLINE_S + 1, "gRPC rounds timeouts up"
+    stage.prefill[0].first_token(submit, IDS[0])
+    first = await call.read()
+    assert isinstance(first, inference_pb2.GenerateResponse)
+    assert first.deltas[0].text == "a", "the first token does not wait for the transfer"
+    stage.decode[0].adopted(submit)
+    stage.prefill[0].released(submit)
+    stage.decode[0].tokens(submit, 1, IDS[1:3])
+    stage.decode[0].tokens(submit, 3, IDS[3:4], is_last=True)
+    stage.decode[0].released(submit)
+    text, ids, summary = await collect(call)
+    assert (text, ids) == ("bcd", IDS[1:4])
+    assert (summary.request_id, summary.usage.completion_tokens) == ("label", 4)
+    assert [int(process.role) for process in summary.processes] == [1, 2, 3]
+    names = [entry.name for entry in summary.timeline.stages]
+    assert names == ["admission", "placement", "prefill", "handover", "decode", "answer"]
+    total = sum(entry.duration_s for entry in summary.timeline.stages)
+    assert total == pytest.approx(summary.timeline.e2el_s)
+
+
+async def test_the_whole_answer_in_one_message(stage: Stage) -> None:
+    call = ask(stage, 1, stream=False)
+    submit = await stage.prefill[0].next_of("submit")
+    assert (submit.transfer_id, submit.decode_incarnation) == (b"", b"")
+    stage.prefill[0].first_token(submit, IDS[0])
+    stage.prefill[0].released(submit)
+    messages = [message async for message in call]
+    assert len(messages) == 1
+    assert messages[0].deltas[0].text == "a"
+    assert messages[0].finished[0].reason == inference_pb2.FINISH_REASON_LENGTH
+    assert messages[0].HasField("summary")
+
+
+async def test_peers_are_told_before_work_and_again_when_they_change(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, num_decode=2) as stage:
+        await stage.until("ready", 3)
+        known: set[bytes] = set()
+        wanted = {node.incarnation for node in stage.decode}
+        while known != wanted:
+            peers = await stage.prefill[0].next_of("peers")
+            known = {peer.incarnation for peer in peers.nodes}
+            assert all(peer.kv_endpoints for peer in peers.nodes)
+        stage.decode[1].hang_up()
+        peers = await stage.prefill[0].next_of("peers")
+        assert [peer.incarnation for peer in peers.nodes] == [stage.decode[0].incarnation]
+        await stage.until("ready", 3)
+
+
+async def test_a_broken_stream_resumes_on_the_other_node_with_tokens_apart(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, num_decode=2) as stage:
+        await stage.until("ready", 3)
+        call = ask(stage)
+        first = await stage.prefill[0].next_of("submit")
+        lost = next(node for node in stage.decode if node.incarnation == first.decode_incarnation)
+        other = next(node for node in stage.decode if node is not lost)
+        stage.prefill[0].first_token(first, IDS[0])
+        lost.adopted(first)
+        lost.tokens(first, 1, IDS[1:2])
+        await until(lambda: stage.router.sessions.rows(1)[0].num_output_tokens == 2)
+        await lost.stop()
+        second = await other.next_of("submit")
+        assert (second.attempt, list(second.output_ids)) == (2, IDS[:2])
+        assert (second.prompt_ids, second.max_tokens) == (first.prompt_ids, 4)
+        assert second.transfer_id != first.transfer_id
+        other.adopted(second)
+        other.tokens(second, 2, IDS[2:4], is_last=True)
+        other.released(second)
+        for submit in (first, second):
+            stage.prefill[0].released(submit)
+        text, ids, summary = await collect(call)
+        assert (text, ids) == ("abcd", IDS[:4])
+        assert (summary.timeline.attempts, len(summary.timeline.stalls)) == (2, 1)
+        assert summary.timeline.stalls[0].cause.startswith("decode_lost")
+        await stage.leak_oracle()
+
+
+async def test_a_silent_node_is_lost_within_its_lease(tmp_path: Path) -> None:
+    """gRPC answers pings for a hung application; only its own beats prove that it lives."""
+    async with start_stage(tmp_path, max_attempts=1) as stage:
+        await stage.until("ready", 2)
+        call = ask(stage)
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.decode[0].is_silent = True
+        error = await failure(call)
+        assert isinstance(error, AttemptsExhausted)
+        assert error.metadata["num_tokens_sent"] == "1"
+        assert "silent" in error.message
+
+
+async def test_a_role_given_wrong_is_refused_by_name(tmp_path: Path) -> None:
+    async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
+        stage.prefill[0].role = Role.DECODE
+        stage.prefill[0].hang_up()
+        await stage.until("refused", 1)
+        view = await stage.stub.GetClusterState(inference_pb2.GetClusterStateRequest())
+        reasons = {node.address: node.reason for node in view.nodes}
+        assert reasons[stage.prefill[0].address] == "decode address given as prefill"
+        error = await failure(ask(stage))
+        assert isinstance(error, NoNodes)
+        assert "decode address given as prefill" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [({"tokenizer_digest": "other"}, "refused"), ({"is_loading": True}, "loading")],
+    ids=["another tokenizer", "loading"],
+)
+async def test_nodes_that_cannot_be_used_yet_or_at_all(tmp_path: Path, change: dict[str, object], state: str) -> None:
+    async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
+        before = {name: getattr(stage.decode[0], name) for name in change}
+        for name, value in change.items():
+            setattr(stage.decode[0], name, value)
+        stage.decode[0].hang_up()
+        await stage.until(state, 1)
+        assert not stage.router.membership.is_ready
+        for name, value in before.items():
+            setattr(stage.decode[0], name, value)
+        await stage.until("ready", 2)
+
+
+async def test_health_tells_what_the_pools_allow(tmp_path: Path) -> None:
+    async with start_stage(tmp_path) as stage:
+        health = health_pb2_grpc.HealthStub(stage.channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+
+        async def check(service: str) -> int:
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            return int(answer.status)
+
+        assert await check("liveness") == serving
+
+        async def is_ready() -> bool:
+            return bool(await check("") == serving)
+
+        async def is_not_ready() -> bool:
+            return not await is_ready()
+
+        await until(is_ready)
+        stage.decode[0].weight_digest = "other weights"
+        stage.decode[0].hang_up()
+        await until(is_not_ready)
+
+
+async def test_a_long_prompt_is_split_and_no_message_is_over_a_mebibyte(tmp_path: Path) -> None:
+    async with start_stage(tmp_path) as stage:
+        for node in (*stage.prefill, *stage.decode):
+            node.max_model_len = 1 << 20
+            node.hang_up()
+        await until(lambda: all(node.num_streams == 2 for node in (*stage.prefill, *stage.decode)))
+        await stage.until("ready", 2)
+        ids = [3 + index % 200 for index in range(300_000)]
+        call = ask(stage, 4, token_ids=inference_pb2.TokenIds(ids=ids), text=None)
+        submit = await stage.prefill[0].next_of("submit")
+        got = list(submit.prompt_ids)
+        assert submit.num_prompt_ids == len(ids)
+        while len(got) < len(ids):
+            part = await stage.prefill[0].next_of("submit_part")
+            assert part.ByteSize() < 1 << 20
+            got += part.prompt_ids
+        assert (got == ids, submit.ByteSize() < 1 << 20) == (True, True)
+        call.cancel()
+        for node in (stage.prefill[0], stage.decode[0]):
+            node.released(await node.next_of("cancel"))
+        await stage.leak_oracle()
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+@pytest.mark.parametrize("stage_name", ["submitted", "first token", "adopted"])
+async def test_a_client_that_leaves_is_cancelled_on_both_nodes(stage: Stage, how: str, stage_name: str) -> None:
+    call = ask(stage, timeout=DEADLINE_S if how == "cancel" else 0.5)
+    submit, _ = await submits(stage)
+    if stage_name != "submitted":
+        stage.prefill[0].first_token(submit, IDS[0])
+    if stage_name == "adopted":
+        stage.decode[0].adopted(submit)
+    if how == "cancel":
+        call.cancel()
+    else:
+        assert isinstance(await failure(call), DeadlineExceeded)
+    for node in (stage.prefill[0], stage.decode[0]):
+        cancel = await node.next_of("cancel")
+        assert cancel.session_id == submit.session_id
+        node.released(cancel, node_pb2.LEG_OUTCOME_CANCELLED)
+
+
+BAD_INPUT: list[tuple[str, dict[str, Any]]] = [
+    ("text", {"text": ""}),
+    ("text", {"text": "a" * 1001}),
+    ("token_ids.ids", {"text": None, "token_ids": inference_pb2.TokenIds(ids=[1 << 30])}),
+    ("stop.max_tokens", {"stop": inference_pb2.StopConditions(max_tokens=0)}),
+    ("stop.max_tokens", {"stop": inference_pb2.StopConditions(max_tokens=1001)}),
+    ("sampling.temperature", {"sampling": inference_pb2.SamplingParameters(temperature=float("nan"))}),
+    (
+        "chat.messages",
+        {"text": None, "chat": inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="poet")])},
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "given"), BAD_INPUT)
+async def test_bad_input_has_a_named_status(stage: Stage, field: str, given: dict[str, Any]) -> None:
+    call = ask(stage, None, **given)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_from_rpc(caught.value)
+    assert (error.field, bool(error.hint)) == (field, True)
+
+
+async def test_bytes_that_do_not_parse_have_a_named_status(stage: Stage) -> None:
+    method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = stage.channel.unary_stream(
+        "/pdserve.v1.InferenceService/Generate"
+    )
+    error = await failure(method(b"\xff\xff\xff", timeout=DEADLINE_S))
+    assert (type(error), error.field) == (InvalidRequest, "GenerateRequest")
+
+
+async def test_an_oversize_request_has_a_named_status(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, max_message_bytes=100_000) as stage:
+        await stage.until("ready", 2)
+        error = await failure(ask(stage, text="a" * 100_001))
+        assert (type(error), error.field) == (InvalidRequest, "GenerateRequest")
+
+
+async def test_two_live_requests_may_have_one_label(stage: Stage) -> None:
+    calls = [ask(stage, 1, request_id="same") for _ in range(2)]
+    for _ in calls:
+        submit = await stage.prefill[0].next_of("submit")
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.prefill[0].released(submit)
+    for call in calls:
+        text, _, summary = await collect(call)
+        assert (text, summary.request_id) == ("a", "same")
+
+
+async def test_overload_is_refused_at_once_with_a_time(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, max_sessions=1) as stage:
+        await stage.until("ready", 2)
+        call = ask(stage, 1)
+        submit = await stage.prefill[0].next_of("submit")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(stage).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        status = rpc_status.from_call(caught.value)
+        kinds = {detail.TypeName() for detail in status.details}
+        assert error_details_pb2.RetryInfo.DESCRIPTOR.full_name in kinds
+        assert isinstance(error_from_rpc(caught.value), Overloaded)
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.prefill[0].released(submit)
+        await collect(call)
+        await stage.leak_oracle()
+
+
+async def test_a_slow_reader_is_given_up_and_slows_nobody(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, max_unread_bytes=4096) as stage:
+        for node in (*stage.prefill, *stage.decode):
+            node.max_model_len = 1 << 20
+            node.hang_up()
+        await until(lambda: all(node.num_streams == 2 for node in (*stage.prefill, *stage.decode)))
+        await stage.until("ready", 2)
+        slow = ask(stage, 900_000)
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.decode[0].adopted(submit)
+        cancelled = asyncio.create_task(stage.decode[0].next_of("cancel"))
+        index = 1
+        while not cancelled.done():  # nobody reads `slow`: gRPC's own buffers fill first, then the mailbox
+            stage.decode[0].tokens(submit, index, IDS[:1] * 2000)
+            index += 2000
+            await asyncio.sleep(0.001)
+        quick = ask(stage, 1)
+        other = await stage.prefill[0].next_of("submit")
+        stage.prefill[0].first_token(other, IDS[0])
+        stage.prefill[0].released(other)
+        assert (await collect(quick))[0] == "a"
+        for node in (stage.prefill[0], stage.decode[0]):
+            node.released(submit)
+        assert isinstance(await failure(slow), SlowReader)
+        await stage.leak_oracle()
+
+
+async def test_drain_refuses_new_work_and_finishes_the_old(tmp_path: Path) -> None:
+    async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
+        call = ask(stage)
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.stop.set()
+        await until(lambda: stage.router.admission.is_draining)
+        assert isinstance(await failure(ask(stage)), Draining)
+        stage.decode[0].adopted(submit)
+        stage.prefill[0].released(submit)
+        stage.decode[0].tokens(submit, 1, IDS[1:4], is_last=True)
+        stage.decode[0].released(submit)
+        assert (await collect(call))[1] == IDS[:4]
+
+
+async def test_a_second_signal_ends_open_requests_at_once(tmp_path: Path) -> None:
+    async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
+        call = ask(stage)
+        await submits(stage)
+        stage.stop.set()
+        stage.stop_now.set()
+        assert isinstance(await failure(call), Draining)
+
+
+async def test_words_of_no_use_change_nothing(stage: Stage) -> None:
+    """Unknown sessions, empty messages, repeated and late events: counted, and the stream lives on."""
+    ghost = node_pb2.Submit(session_id=999, attempt=1)
+    stage.decode[0].tokens(ghost, 0, IDS)
+    stage.decode[0].released(ghost)
+    stage.decode[0].say()
+    stage.decode[0].step(events=[node_pb2.LegEvent(session_id=999)])
+    call = ask(stage, 1)
+    submit = await stage.prefill[0].next_of("submit")
+    for _ in range(3):
+        stage.prefill[0].first_token(submit, IDS[0])
+    stage.prefill[0].released(submit)
+    stage.prefill[0].released(submit)
+    assert (await collect(call))[1] == IDS[:1]
+    await until(lambda: stage.router.sessions.num_stray_events >= 3)
+    assert stage.decode[0].num_streams == 1
+
+
+async def test_one_node_at_two_addresses_is_named(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, num_decode=2) as stage:
+        await stage.until("ready", 3)
+        stage.decode[1].incarnation = stage.decode[0].incarnation
+        stage.decode[1].hang_up()
+        await stage.until("refused", 1)
+        reason = next(member.reason for member in stage.router.membership.members if member.state == "refused")
+        assert reason == f"the same node as {stage.decode[0].address}"
+
+
+async def test_models_are_listed_with_what_the_nodes_hold(stage: Stage) -> None:
+    answer = await stage.stub.ListModels(inference_pb2.ListModelsRequest())
+    assert [(model.name, model.max_model_len, model.has_chat_template) for model in answer.models] == [
+        ("model", 1000, True)
+    ]
+
+
+async def test_chat_is_rendered_by_the_models_template(stage: Stage) -> None:
+    turns = [inference_pb2.ChatMessage(role="user", content="hé<|im_end|>")]
+    call = ask(stage, 1, text=None, chat=inference_pb2.ChatInput(messages=turns))
+    submit = await stage.prefill[0].next_of("submit")
+    rendered = "<|im_start|>user\nhé<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert list(submit.prompt_ids) == byte_level_tokenizer().encode(rendered, add_special_tokens=False).ids
+    assert "assistant" in CHAT_TEMPLATE
+    stage.prefill[0].first_token(submit, IDS[0])
+    stage.prefill[0].released(submit)
+    await collect(call)

@@ -1,0 +1,217 @@
+"""Requests at the door: served, or refused by name; no field is ignored (failure classes 8 and 30)."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from pdserve.core.errors import InvalidRequest, NotServed, PdserveError, UnknownModel
+from pdserve.router import pb
+from pdserve.router.request import ValidRequest
+from pdserve.router.validation import LengthLimits, ServedModel, resolve_max_tokens, validate
+from pdserve.v1 import inference_pb2
+
+MODEL = ServedModel("tiny", vocab_size=100, has_chat_template=True)
+BARE = ServedModel("bare", vocab_size=100, has_chat_template=False)
+MAX_BYTES = 1 << 20
+
+Request = inference_pb2.GenerateRequest
+Change = Callable[[inference_pb2.GenerateRequest], object]
+
+
+def text_request() -> inference_pb2.GenerateRequest:
+    request = Request(text="hello")
+    request.sampling.seed = 7
+    return request
+
+
+def checked(request: inference_pb2.GenerateRequest, model: ServedModel = MODEL) -> ValidRequest:
+    return validate(pb.parse_generate(request.SerializeToString(), MAX_BYTES), model)
+
+
+def refusal(change: Change, model: ServedModel = MODEL) -> PdserveError:
+    request = text_request()
+    change(request)
+    with pytest.raises(PdserveError) as caught:
+        checked(request, model)
+    assert caught.value.hint, "a refusal says what to do"
+    return caught.value
+
+
+TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user")], tools=["{}"])
+
+BAD: list[tuple[str, type[PdserveError], Change]] = [
+    ("input", InvalidRequest, lambda r: r.ClearField("text")),
+    ("text", InvalidRequest, lambda r: setattr(r, "text", "")),
+    ("token_ids.ids", InvalidRequest, lambda r: r.token_ids.SetInParent()),
+    ("token_ids.ids", InvalidRequest, lambda r: r.token_ids.ids.append(100)),
+    ("token_ids.ids", InvalidRequest, lambda r: r.token_ids.ids.extend([1, 2**32 - 1])),
+    ("chat.messages", InvalidRequest, lambda r: r.chat.SetInParent()),
+    ("chat.messages[1].role", InvalidRequest, lambda r: (r.chat.messages.add(role="user"), r.chat.messages.add())),
+    ("request_id", InvalidRequest, lambda r: setattr(r, "request_id", "x" * 129)),
+    ("request_id", InvalidRequest, lambda r: setattr(r, "request_id", "two\nlines")),
+    ("model", UnknownModel, lambda r: setattr(r, "model", "other")),
+    ("sampling.temperature", InvalidRequest, lambda r: setattr(r.sampling, "temperature", math.nan)),
+    ("sampling.temperature", InvalidRequest, lambda r: setattr(r.sampling, "temperature", math.inf)),
+    ("sampling.temperature", InvalidRequest, lambda r: setattr(r.sampling, "temperature", -0.5)),
+    ("sampling.temperature", InvalidRequest, lambda r: setattr(r.sampling, "temperature", 101)),
+    ("sampling.top_p", InvalidRequest, lambda r: setattr(r.sampling, "top_p", 0.0)),
+    ("sampling.top_p", InvalidRequest, lambda r: setattr(r.sampling, "top_p", 1.5)),
+    ("sampling.top_p", InvalidRequest, lambda r: setattr(r.sampling, "top_p", math.nan)),
+    ("sampling.min_p", InvalidRequest, lambda r: setattr(r.sampling, "min_p", 1.0)),
+    ("sampling.min_p", InvalidRequest, lambda r: setattr(r.sampling, "min_p", -0.1)),
+    ("sampling.min_p", InvalidRequest, lambda r: setattr(r.sampling, "min_p", math.nan)),
+    ("stop.max_tokens", InvalidRequest, lambda r: setattr(r.stop, "max_tokens", 0)),
+    ("stop.stop", InvalidRequest, lambda r: r.stop.stop.extend(["a"] * 17)),
+    ("stop.stop[0]", InvalidRequest, lambda r: r.stop.stop.append("")),
+    ("stop.stop[0]", InvalidRequest, lambda r: r.stop.stop.append("a" * 257)),
+    ("stop.stop_token_ids", InvalidRequest, lambda r: r.stop.stop_token_ids.append(100)),
+    ("stop.stop_token_ids", InvalidRequest, lambda r: r.stop.stop_token_ids.extend([1] * 65)),
+    ("n", InvalidRequest, lambda r: setattr(r, "n", 0)),
+    ("n", NotServed, lambda r: setattr(r, "n", 2)),
+    ("priority", NotServed, lambda r: setattr(r, "priority", -1)),
+    ("objectives", NotServed, lambda r: r.objectives.SetInParent()),
+    ("cache_salt", NotServed, lambda r: setattr(r, "cache_salt", "")),
+    ("top_logprobs", NotServed, lambda r: setattr(r, "top_logprobs", 1)),
+    ("prompt_logprobs", NotServed, lambda r: setattr(r, "prompt_logprobs", True)),
+    ("chat.tools", NotServed, lambda r: r.chat.MergeFrom(TOOLS)),
+    ("sampling.repetition_penalty", NotServed, lambda r: setattr(r.sampling, "repetition_penalty", 1.1)),
+    ("sampling.presence_penalty", NotServed, lambda r: setattr(r.sampling, "presence_penalty", 0.1)),
+    ("sampling.frequency_penalty", NotServed, lambda r: setattr(r.sampling, "frequency_penalty", math.nan)),
+    ("stop.min_tokens", NotServed, lambda r: setattr(r.stop, "min_tokens", 1)),
+    ("stop.include_stop", NotServed, lambda r: setattr(r.stop, "include_stop", True)),
+]
+
+
+@pytest.mark.parametrize(("field", "kind", "change"), BAD)
+def test_what_cannot_be_served_is_refused_by_name(field: str, kind: type[PdserveError], change: Change) -> None:
+    error = refusal(change)
+    assert (type(error), error.field) == (kind, field)
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    error = refusal(lambda r: r.chat.messages.add(role="user", content="hi"), BARE)
+    assert (type(error), error.field) == (InvalidRequest, "chat")
+
+
+NEUTRAL: list[Change] = [
+    lambda r: setattr(r, "n", 1),
+    lambda r: setattr(r, "priority", 0),
+    lambda r: setattr(r, "top_logprobs", 0),
+    lambda r: setattr(r, "prompt_logprobs", False),
+    lambda r: setattr(r.sampling, "repetition_penalty", 1.0),
+    lambda r: setattr(r.sampling, "presence_penalty", 0.0),
+    lambda r: setattr(r.sampling, "frequency_penalty", 0.0),
+    lambda r: setattr(r.stop, "min_tokens", 0),
+    lambda r: setattr(r.stop, "include_stop", False),
+    lambda r: setattr(r, "stream", True),
+    lambda r: setattr(r, "model", "tiny"),
+]
+
+
+@pytest.mark.parametrize("change", NEUTRAL)
+def test_neutral_values_of_unserved_fields_are_accepted(change: Change) -> None:
+    request = text_request()
+    change(request)
+    assert checked(request) == checked(text_request())
+
+
+def leaves(descriptor: Descriptor, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for field in descriptor.fields:
+        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+            yield from leaves(field.message_type, (*path, field.name))
+        else:
+            yield (*path, field.name)
+
+
+VALUES: dict[str, object] = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "model": "other", "stream": False}
+
+
+def set_leaf(message: Message, path: tuple[str, ...]) -> None:
+    """Give the field a value that differs from its default and from its neutral value."""
+    *parents, name = path
+    for parent in parents:
+        child = getattr(message, parent)
+        message = child.add() if hasattr(child, "add") else child
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value: object = VALUES.get(name)
+    if value is None:
+        texts = {FieldDescriptor.TYPE_STRING: "x", FieldDescriptor.TYPE_BOOL: name != "add_generation_prompt"}
+        value = texts.get(field.type, 3)
+    current = getattr(message, name)
+    if hasattr(current, "append"):
+        current.append(value)
+    else:
+        setattr(message, name, value)
+
+
+@pytest.mark.parametrize("path", list(leaves(Request.DESCRIPTOR)), ids=".".join)
+def test_no_field_is_ignored(path: tuple[str, ...]) -> None:
+    """Every field of the contract either changes what is done, or is refused by name."""
+    base = text_request()
+    if path[0] == "chat":
+        base.chat.messages.add(role="user", content="hi")
+    request = Request.FromString(base.SerializeToString())
+    set_leaf(request, path)
+    try:
+        result = checked(request)
+    except (NotServed, InvalidRequest, UnknownModel) as error:
+        assert error.field, "the refusal names the field"
+        named = ".".join(path)
+        assert named.startswith(error.field.split("[")[0])
+    else:
+        assert result != checked(base), "the field was ignored"
+
+
+def test_fields_of_a_newer_contract_are_refused_at_any_depth() -> None:
+    raw = text_request().SerializeToString() + b"\xfa\x3f\x01x"  # field 1023, length-delimited
+    with pytest.raises(NotServed, match="#1023"):
+        validate(pb.parse_generate(raw, MAX_BYTES), MODEL)
+    inner = inference_pb2.SamplingParameters.FromString(b"\xfa\x3f\x01x")
+    request = text_request()
+    request.sampling.MergeFrom(inner)
+    with pytest.raises(NotServed, match=r"sampling\.#1023"):
+        checked(request)
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x1a\x02\xed\xa0"])
+def test_bytes_that_do_not_parse_are_named(raw: bytes) -> None:
+    """The second is a text field with half a surrogate: no UTF-8."""
+    with pytest.raises(InvalidRequest, match="no GenerateRequest") as caught:
+        pb.parse_generate(raw, MAX_BYTES)
+    assert (caught.value.field, bool(caught.value.hint)) == ("GenerateRequest", True)
+
+
+def test_an_oversize_request_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="11 bytes"):
+        pb.parse_generate(b"x" * 11, 10)
+
+
+def test_an_unset_seed_is_drawn_and_a_given_one_kept() -> None:
+    request = text_request()
+    assert checked(request).sampling.seed == 7
+    request.sampling.ClearField("seed")
+    assert checked(request).sampling.seed != checked(request).sampling.seed
+
+
+LIMITS = LengthLimits(common=64, longest=100)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_ids", "max_tokens", "resolved"),
+    [(1, None, 63), (63, None, 1), (64, None, 36), (99, None, 1), (99, 1, 1), (10, 90, 90), (10, 5, 5)],
+)
+def test_lengths_that_fit(num_prompt_ids: int, max_tokens: int | None, resolved: int) -> None:
+    assert resolve_max_tokens(num_prompt_ids, max_tokens, LIMITS, "text") == resolved
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_ids", "max_tokens", "field"),
+    [(0, None, "text"), (100, None, "text"), (100, 1, "text"), (99, 2, "stop.max_tokens"), (10, 91, "stop.max_tokens")],
+)
+def test_lengths_that_never_fit_are_refused(num_prompt_ids: int, max_tokens: int | None, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_max_tokens(num_prompt_ids, max_tokens, LIMITS, "text")
+    assert caught.value.field == field
