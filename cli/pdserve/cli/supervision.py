@@ -48,8 +48,8 @@ async def supervise(
 ) -> ExitCode:
     """Run a cluster until a stop signal, a failure, or the end of `work`, which starts when the cluster is ready.
 
-    Returns OK after a drain and INTERRUPTED if a second signal cut it short, or the first one the work. Raises what ended the cluster or the work. No
-    process is left on any path.
+    Returns OK after a drain, and INTERRUPTED if a signal came before the work was done or a second one cut the drain short.
+    Raises what ended the cluster or the work. No process is left on any path.
     """
     stop = StopSignals()
     is_ready = asyncio.Event()
