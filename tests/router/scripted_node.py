@@ -37,6 +37,7 @@ class ScriptedNode:
     weight_digest: str = "w"
     is_loading: bool = False
     is_silent: bool = False
+    links_up: bool = True
     num_streams: int = 0
     port: int = 0
     heard: "asyncio.Queue[node_pb2.AttachRequest]" = field(default_factory=asyncio.Queue)
@@ -83,6 +84,9 @@ class ScriptedNode:
         async for request in requests:
             if request.WhichOneof("message") != "beat":
                 self.heard.put_nowait(request)
+            if request.WhichOneof("message") == "peers" and self.links_up:
+                connected = [peer.incarnation for peer in request.peers.nodes]
+                self.say(status=node_pb2.NodeStatus(connected_peers=connected, num_free_blocks=100))
         self._words.put_nowait(None)
 
     async def _beat(self, context: Context) -> None:
@@ -200,7 +204,7 @@ class Stage:
 async def until(condition: Any) -> None:
     """Wait until the condition holds, at most `DEADLINE_S`."""
     async with asyncio.timeout(DEADLINE_S):
-        while not await _truth(condition):
+        while not await _truth(condition):  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)
 
 

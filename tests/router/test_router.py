@@ -53,7 +53,7 @@ async def collect(call: Call) -> tuple[str, list[int], inference_pb2.Summary]:
     text = ""
     ids: list[int] = []
     summary: inference_pb2.Summary | None = None
-    async for message in call:
+    while isinstance(message := await call.read(), inference_pb2.GenerateResponse):
         for delta in message.deltas:
             text += delta.text
             ids += delta.token_ids
@@ -207,6 +207,27 @@ async def test_nodes_that_cannot_be_used_yet_or_at_all(tmp_path: Path, change: d
         for name, value in before.items():
             setattr(stage.decode[0], name, value)
         await stage.until("ready", 2)
+
+
+async def test_a_node_without_a_kv_link_gets_no_work(tmp_path: Path) -> None:
+    """Failure class 27: attached is not enough; a transfer must be possible."""
+    async with start_stage(tmp_path, num_decode=2) as stage:
+        await stage.until("ready", 3)
+        for node in (*stage.prefill, stage.decode[1]):
+            node.links_up = False
+        linked = [stage.decode[0].incarnation]
+        stage.decode[1].hang_up()
+        await until(lambda: stage.decode[1].num_streams == 2)
+        stage.prefill[0].say(status=node_pb2.NodeStatus(connected_peers=linked, num_free_blocks=100))
+        await stage.until("connecting", 1)
+        calls = [ask(stage) for _ in range(3)]
+        for _ in calls:
+            submit = await stage.decode[0].next_of("submit")
+            stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_REFUSED)
+            stage.prefill[0].released(submit, node_pb2.LEG_OUTCOME_CANCELLED)
+        for call in calls:
+            assert isinstance(await failure(call), InvalidRequest)
+        await stage.leak_oracle()
 
 
 async def test_health_tells_what_the_pools_allow(tmp_path: Path) -> None:

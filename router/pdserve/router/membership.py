@@ -67,17 +67,14 @@ class Membership:
         """Take a node in."""
         member.hello, member.send = hello, send
         member.status, member.ledger, member.told_peers = Status(), NodeLedger(), None
-        member.state, member.reason = NodeState.READY, ""
         self._by_incarnation[hello.incarnation] = member
-        self._log(member, logging.INFO, "a node is ready")
+        self._log(member, logging.INFO, "attached")
         self._changed()
 
     def status(self, member: Member, status: Status) -> None:
         """Take a node's load."""
         member.status = status
         member.ledger.reported()
-        if member.hello is not None:
-            member.state = NodeState.DRAINING if status.is_draining else NodeState.READY
         self._changed()
 
     def detached(self, member: Member, state: NodeState, reason: str) -> None:
@@ -175,8 +172,24 @@ class Membership:
         return [member for member in self.members if member.is_usable]
 
     def _changed(self) -> None:
+        for member in self.members:
+            if member.hello is not None:
+                self._settle_state(member)
         self._tell_peers()
         self.on_change()
+
+    def _settle_state(self, member: Member) -> None:
+        """Set an attached node's state: usable once its KV link to at least one node of the other role stands."""
+        was = member.state
+        if member.status.is_draining:
+            member.state, member.reason = NodeState.DRAINING, ""
+        elif any(_are_linked(member, peer) for peer in self.members):
+            member.state, member.reason = NodeState.READY, ""
+        else:
+            other = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
+            member.state, member.reason = NodeState.CONNECTING, f"no KV link to any {other.label} node"
+        if member.state is not was:
+            self._log(member, logging.INFO, f"{member.state}: {member.reason}" if member.reason else member.state)
 
     def _tell_peers(self) -> None:
         """Tell every attached node the nodes of the other role that it may work with, if that changed."""
@@ -200,6 +213,16 @@ def _nothing_changes() -> None:
 
 def _nobody_is_lost(node: Incarnation, reason: str) -> None:
     """Stand in until somebody listens."""
+
+
+def _are_linked(member: Member, peer: Member) -> bool:
+    """Whether the KV handshake between two attached nodes is done, as either of them says."""
+    if member.hello is None or peer.hello is None or not _are_peers(member, peer):
+        return False
+    return (
+        peer.hello.incarnation in member.status.connected_peers
+        or member.hello.incarnation in peer.status.connected_peers
+    )
 
 
 def _are_peers(member: Member, peer: Member) -> bool:
