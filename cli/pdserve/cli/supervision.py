@@ -31,12 +31,15 @@ class StopSignals:
     def installed(self) -> Iterator[None]:
         """Listen for stop signals while the context is open."""
         loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
+        # Under nohup the end of the terminal is no reason to stop.
+        is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [number for number in STOP_SIGNALS if number is not signal.SIGHUP or not is_detached]
+        for number in numbers:
             loop.add_signal_handler(number, self.take)
         try:
             yield
         finally:
-            for number in STOP_SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
 
