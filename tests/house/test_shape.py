@@ -157,7 +157,7 @@ def text_of(key: ast.expr | None) -> str | None:
     if isinstance(key, ast.Constant) and isinstance(key.value, str):
         return key.value
     if isinstance(key, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "*" for part in key.values)
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in key.values)
     return None
 
 

@@ -12,8 +12,8 @@ from pdserve.cli.supervisor import ClusterFailed, Supervisor
 from pdserve.core.errors import PdserveError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FAILED_DRAIN_S = 5.0
-"""Time to drain in when the cluster ends because of a failure."""
+IDLE_DRAIN_S = 5.0
+"""Time to end in when no answer is to be waited for: the cluster was not ready yet, or ends because of a failure."""
 
 
 class StopSignals:
@@ -75,7 +75,8 @@ async def supervise(
             failures = [error for task in done if (error := task.exception()) is not None]
             for error in failures:
                 reporter.event(Failed(str(error), exit_code_for(error)))
-            code = await drain(supervisor, reporter, min(drain_s, FAILED_DRAIN_S) if failures else drain_s, stop)
+            has_work = is_ready.is_set() and not failures
+            code = await drain(supervisor, reporter, drain_s if has_work else min(drain_s, IDLE_DRAIN_S), stop)
         finally:
             await end_tasks(tasks)
             await supervisor.kill()
