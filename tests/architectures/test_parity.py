@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdserve.engine.loading import LoadedModel
 from pdserve.kernels.backends import BACKENDS
+from pdserve.kernels.linear import can_pack, pack_linears
 from tests.architectures.disaggregated import disagreement
 from tests.architectures.reference import Reference, model_with_reference
 from tests.architectures.tiny import ARCHITECTURES, Tiny
@@ -24,7 +25,10 @@ FAULTY = [(tiny, fault) for tiny in ARCHITECTURES for fault in ("attention", *ti
 
 @cache
 def prepared(model_type: str) -> tuple[LoadedModel, Reference]:
-    return model_with_reference(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type))
+    model, reference = model_with_reference(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type))
+    if can_pack(torch.device("cpu"), torch.float32):
+        pack_linears(model.module)  # as loading does; the reference is already computed with the plain layers
+    return model, reference
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.kv_write import slots_of, write_kv, write_kv_reference
 from pdserve.kernels.paged_attention import paged_attention, paged_attention_reference
-from pdserve.kernels.ragged import ChunkRows, RaggedPlan
+from pdserve.kernels.ragged import GROUP_FILL, GROUP_SLOTS, ChunkRows, RaggedPlan
 
 CPU = torch.device("cpu")
 
@@ -88,6 +88,18 @@ def test_plan_places_new_tokens() -> None:
     plan = RaggedPlan([ChunkRows(3, 3, [5, 1]), ChunkRows(0, 1, [2])], 4, torch.float32, CPU)
     assert plan.positions.tolist() == [3, 4, 5, 0]
     assert plan.write_slots.tolist() == [5 * 4 + 3, 1 * 4, 1 * 4 + 1, 2 * 4]
+
+
+def test_decode_groups_pad_little_and_stay_small() -> None:
+    lengths = [1, 3, 40, 500, 600, 900, 1000, 1900, 3000]
+    chunks = [ChunkRows(length - 1, 1, list(range(-(-length // 16)))) for length in lengths]
+    groups, _ = RaggedPlan(chunks, 16, torch.float32, CPU).groups(None)
+    rows = sorted(row for group in groups for row in group.rows.tolist())
+    assert rows == list(range(len(lengths)))
+    for group in groups:
+        assert group.gather.shape[0] == group.batch * group.length
+        assert group.batch == 1 or group.batch * group.length <= GROUP_SLOTS
+        assert min(lengths[row] for row in group.rows.tolist()) >= GROUP_FILL * group.length
 
 
 def test_wrong_shapes_are_refused() -> None:
