@@ -235,7 +235,9 @@ EVENT = st.tuples(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(EVENT, max_size=70), st.integers(5, 12))
-def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], blocks: int) -> None:
+def test_any_order_of_events_keeps_the_books(  # long: one world of events, read top-down
+    events: list[tuple[int, str]], blocks: int
+) -> None:
     """Failure classes 3 and 7: nothing raises, every leg is released once, and while work remains some of it advances."""
     target = scheduler(blocks=blocks)
     submitted: set[int] = set()

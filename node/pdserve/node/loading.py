@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
@@ -15,15 +16,26 @@ if TYPE_CHECKING:
     from pdserve.core.settings import NodeSettings
     from pdserve.engine.engine import Engine
 
-logger = logging.getLogger(__name__)
-
 
 async def load_engine(settings: NodeSettings) -> Engine:
     """Load the engine on a thread of its own, so that the event loop answers health checks meanwhile.
 
     Raises ModelUnavailable, ModelUnsupported or ConfigError.
     """
-    return await asyncio.to_thread(_load, settings)
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Engine] = loop.create_future()
+
+    def load() -> None:
+        try:
+            engine = _load(settings)
+        except Exception as error:  # noqa: BLE001 - handed to the coroutine that waits
+            _hand_over(loop, loaded, error)
+        else:
+            _hand_over(loop, loaded, engine)
+
+    # A daemon thread: a node that is told to stop must not wait for a model that nobody wants any more.
+    threading.Thread(target=load, name="load-engine", daemon=True).start()
+    return await loaded
 
 
 def describe_process(role: Role, settings: NodeSettings, engine: Engine) -> ProcessInfo:
@@ -52,6 +64,19 @@ def engine_facts(engine: Engine, kv_address: str = "") -> EngineFacts:
         eos_token_ids=engine.eos_token_ids,
         kv_address=kv_address,
     )
+
+
+def _hand_over(loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[Engine], outcome: Engine | Exception) -> None:
+    def settle() -> None:
+        if loaded.cancelled():
+            return
+        if isinstance(outcome, Exception):
+            loaded.set_exception(outcome)
+        else:
+            loaded.set_result(outcome)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the node has stopped meanwhile
+        loop.call_soon_threadsafe(settle)
 
 
 def _load(settings: NodeSettings) -> Engine:
