@@ -112,8 +112,15 @@ class ScriptedNode:
         )
 
     def hang_up(self) -> None:
-        """Close the stream."""
+        """Close the stream, which must stand."""
+        assert self.num_streams, "nobody is attached"
         self._words.put_nowait(None)
+
+    async def attach_anew(self) -> None:
+        """Close the stream, and wait for the next one."""
+        before = self.num_streams
+        self.hang_up()
+        await until(lambda: self.num_streams > before)
 
     def say(self, **message: Any) -> None:
         """Send one message of the stream."""

@@ -1,6 +1,7 @@
 """Placement, admission, the waiting line and the ledger: pure parts, as tables (failure classes 8, 24, 28)."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from pdserve.router.placement import Busy, LeastLoaded, Pair, Unplaceable, lengt
 CAPABILITIES = Capabilities("float32", "float32", ("float32",))
 
 
-def node(name: str, role: Role, **changes: object) -> NodeLoad:
+def node(name: str, role: Role, **changes: Any) -> NodeLoad:
     load = NodeLoad(
         incarnation=Incarnation(name.encode().ljust(16, b"-")),
         role=role,
@@ -32,10 +33,10 @@ def node(name: str, role: Role, **changes: object) -> NodeLoad:
         num_waiting_tokens=0,
         num_free_blocks=100,
     )
-    return replace(load, **changes)  # type: ignore[arg-type]
+    return replace(load, **changes)
 
 
-def query(**changes: object) -> PlacementQuery:
+def query(**changes: Any) -> PlacementQuery:
     asked = PlacementQuery(
         session_id=1,
         num_tokens=10,
@@ -45,7 +46,7 @@ def query(**changes: object) -> PlacementQuery:
         arrived_s=0.0,
         not_before_s=0.0,
     )
-    return replace(asked, **changes)  # type: ignore[arg-type]
+    return replace(asked, **changes)
 
 
 P1, P2 = node("P1", Role.PREFILL), node("P2", Role.PREFILL)

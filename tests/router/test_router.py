@@ -3,14 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from pdserve.core.build import Role
 from pdserve.core.errors import (
@@ -19,19 +15,14 @@ from pdserve.core.errors import (
     Draining,
     InvalidRequest,
     NoNodes,
-    Overloaded,
-    PdserveError,
     SlowReader,
 )
-from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2, node_pb2
+from tests.router.client_calls import IDS, ask, collect, failure, submits
 from tests.router.models import CHAT_TEMPLATE, byte_level_tokenizer
 from tests.router.scripted_node import DEADLINE_S, Stage, start_stage, until
 
 pytestmark = pytest.mark.asyncio
-
-IDS = byte_level_tokenizer().encode("abcdefgh").ids
-Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 @pytest_asyncio.fixture
@@ -40,40 +31,6 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         await running.until("ready", 2)
         yield running
         await running.leak_oracle()
-
-
-def ask(stage: Stage, max_tokens: int | None = 4, timeout: float = DEADLINE_S, **fields: Any) -> Call:
-    request = inference_pb2.GenerateRequest(**({"text": "the"} | fields))
-    if max_tokens is not None:
-        request.stop.max_tokens = max_tokens
-    return stage.stub.Generate(request, timeout=timeout)
-
-
-async def collect(call: Call) -> tuple[str, list[int], inference_pb2.Summary]:
-    text = ""
-    ids: list[int] = []
-    summary: inference_pb2.Summary | None = None
-    while isinstance(message := await call.read(), inference_pb2.GenerateResponse):
-        for delta in message.deltas:
-            text += delta.text
-            ids += delta.token_ids
-            assert len(delta.logprobs) == len(delta.token_ids)
-        if message.HasField("summary"):
-            assert summary is None
-            summary = message.summary
-    assert summary is not None
-    return text, ids, summary
-
-
-async def failure(call: "Call | grpc.aio.UnaryStreamCall[bytes, bytes]") -> PdserveError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    return error_from_rpc(caught.value)
-
-
-async def submits(stage: Stage) -> tuple[node_pb2.Submit, node_pb2.Submit]:
-    return await stage.prefill[0].next_of("submit"), await stage.decode[0].next_of("submit")
 
 
 async def test_the_walk_of_a_request(stage: Stage) -> None:
@@ -216,15 +173,14 @@ async def test_a_node_without_a_kv_link_gets_no_work(tmp_path: Path) -> None:
         for node in (*stage.prefill, stage.decode[1]):
             node.links_up = False
         linked = [stage.decode[0].incarnation]
-        stage.decode[1].hang_up()
-        await until(lambda: stage.decode[1].num_streams == 2)
+        await stage.decode[1].attach_anew()
         stage.prefill[0].say(status=node_pb2.NodeStatus(connected_peers=linked, num_free_blocks=100))
         await stage.until("connecting", 1)
         calls = [ask(stage) for _ in range(3)]
         for _ in calls:
             submit = await stage.decode[0].next_of("submit")
             stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_REFUSED)
-            stage.prefill[0].released(submit, node_pb2.LEG_OUTCOME_CANCELLED)
+            stage.prefill[0].released(await stage.prefill[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
         for call in calls:
             assert isinstance(await failure(call), InvalidRequest)
         await stage.leak_oracle()
@@ -255,10 +211,10 @@ async def test_health_tells_what_the_pools_allow(tmp_path: Path) -> None:
 
 async def test_a_long_prompt_is_split_and_no_message_is_over_a_mebibyte(tmp_path: Path) -> None:
     async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = 1 << 20
-            node.hang_up()
-        await until(lambda: all(node.num_streams == 2 for node in (*stage.prefill, *stage.decode)))
+            await node.attach_anew()
         await stage.until("ready", 2)
         ids = [3 + index % 200 for index in range(300_000)]
         call = ask(stage, 4, token_ids=inference_pb2.TokenIds(ids=ids), text=None)
@@ -295,45 +251,6 @@ async def test_a_client_that_leaves_is_cancelled_on_both_nodes(stage: Stage, how
         node.released(cancel, node_pb2.LEG_OUTCOME_CANCELLED)
 
 
-BAD_INPUT: list[tuple[str, dict[str, Any]]] = [
-    ("text", {"text": ""}),
-    ("text", {"text": "a" * 1001}),
-    ("token_ids.ids", {"text": None, "token_ids": inference_pb2.TokenIds(ids=[1 << 30])}),
-    ("stop.max_tokens", {"stop": inference_pb2.StopConditions(max_tokens=0)}),
-    ("stop.max_tokens", {"stop": inference_pb2.StopConditions(max_tokens=1001)}),
-    ("sampling.temperature", {"sampling": inference_pb2.SamplingParameters(temperature=float("nan"))}),
-    (
-        "chat.messages",
-        {"text": None, "chat": inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="poet")])},
-    ),
-]
-
-
-@pytest.mark.parametrize(("field", "given"), BAD_INPUT)
-async def test_bad_input_has_a_named_status(stage: Stage, field: str, given: dict[str, Any]) -> None:
-    call = ask(stage, None, **given)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    error = error_from_rpc(caught.value)
-    assert (error.field, bool(error.hint)) == (field, True)
-
-
-async def test_bytes_that_do_not_parse_have_a_named_status(stage: Stage) -> None:
-    method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = stage.channel.unary_stream(
-        "/pdserve.v1.InferenceService/Generate"
-    )
-    error = await failure(method(b"\xff\xff\xff", timeout=DEADLINE_S))
-    assert (type(error), error.field) == (InvalidRequest, "GenerateRequest")
-
-
-async def test_an_oversize_request_has_a_named_status(tmp_path: Path) -> None:
-    async with start_stage(tmp_path, max_message_bytes=100_000) as stage:
-        await stage.until("ready", 2)
-        error = await failure(ask(stage, text="a" * 100_001))
-        assert (type(error), error.field) == (InvalidRequest, "GenerateRequest")
-
-
 async def test_two_live_requests_may_have_one_label(stage: Stage) -> None:
     calls = [ask(stage, 1, request_id="same") for _ in range(2)]
     for _ in calls:
@@ -345,30 +262,12 @@ async def test_two_live_requests_may_have_one_label(stage: Stage) -> None:
         assert (text, summary.request_id) == ("a", "same")
 
 
-async def test_overload_is_refused_at_once_with_a_time(tmp_path: Path) -> None:
-    async with start_stage(tmp_path, max_sessions=1) as stage:
-        await stage.until("ready", 2)
-        call = ask(stage, 1)
-        submit = await stage.prefill[0].next_of("submit")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(stage).read()
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status = rpc_status.from_call(caught.value)
-        kinds = {detail.TypeName() for detail in status.details}
-        assert error_details_pb2.RetryInfo.DESCRIPTOR.full_name in kinds
-        assert isinstance(error_from_rpc(caught.value), Overloaded)
-        stage.prefill[0].first_token(submit, IDS[0])
-        stage.prefill[0].released(submit)
-        await collect(call)
-        await stage.leak_oracle()
-
-
 async def test_a_slow_reader_is_given_up_and_slows_nobody(tmp_path: Path) -> None:
     async with start_stage(tmp_path, max_unread_bytes=4096) as stage:
+        await stage.until("ready", 2)
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = 1 << 20
-            node.hang_up()
-        await until(lambda: all(node.num_streams == 2 for node in (*stage.prefill, *stage.decode)))
+            await node.attach_anew()
         await stage.until("ready", 2)
         slow = ask(stage, 900_000)
         submit, _ = await submits(stage)
