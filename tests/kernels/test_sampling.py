@@ -12,7 +12,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from pdserve.core.work import Sampling
 from pdserve.kernels.sampling import SampledRow, keep, sample
 
-FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-6), (0.0, 0.02, 0.5)))
+FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
 
 
 def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

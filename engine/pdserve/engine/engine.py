@@ -90,16 +90,8 @@ class Engine:
         self._pool = KvPool(self.layout, num_blocks, block_size, where)
         self._forward = Forward(model.module, self._pool, backend, where)
         self._is_stepping = False
-        log.info(
-            "%s: %d layers, %d blocks of %d tokens, %.0f MiB of KV, %s on %s",
-            model.architecture,
-            self.layout.num_layers,
-            num_blocks,
-            block_size,
-            self._pool.num_bytes / 2**20,
-            dtype,
-            device,
-        )
+        mebibytes = self._pool.num_bytes / 2**20
+        log.info("%s: %d blocks of %d tokens, %.0f MiB of KV", model.architecture, num_blocks, block_size, mebibytes)
 
     @property
     def num_forwards(self) -> int:
