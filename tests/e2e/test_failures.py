@@ -9,7 +9,7 @@ import pytest
 from pdserve.client import Answer, Options
 from pdserve.core.errors import PdserveError
 from tests.e2e.cluster import Cluster, start_cluster, until
-from tests.e2e.tiny_model import expected_tokens, prompt_ids
+from tests.e2e.tiny_model import decided_prompts, expected_tokens, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
 
@@ -121,7 +121,7 @@ async def test_eviction_is_resumed_and_exact(tiny: Path, tmp_path: Path) -> None
     async with start_cluster(
         tiny, tmp_path, decode=(("--block-size", "4", "--kv-blocks", "26", "--growth-blocks", "0"),)
     ) as cluster:
-        prompts = [[3 + (n + 5 * i) % 200 for i in range(14)] for n in range(5)]
+        prompts = decided_prompts(tiny, 5, 14, 60)
         answers = await asyncio.gather(*(cluster.answer(tuple(p), Options(max_tokens=60)) for p in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.token_ids == expected_tokens(tiny, prompt, 60)[0]

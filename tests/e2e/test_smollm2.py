@@ -70,6 +70,15 @@ async def test_goldens_sixteen_at_once(cluster: Cluster) -> None:
     await cluster.leak_oracle()
 
 
+async def test_sixteen_requests_share_forwards(cluster: Cluster) -> None:
+    """16 requests x 64 tokens take under 100 decode forwards: never one forward per sequence."""
+    before = await cluster.gauge("decode0", "forwards")
+    options = Options(max_tokens=64, ignore_eos=True)
+    answers = await asyncio.gather(*(cluster.answer(tuple(range(1000 + n, 1012 + n)), options) for n in range(16)))
+    assert [len(answer.token_ids) for answer in answers] == [64] * 16
+    assert await cluster.gauge("decode0", "forwards") - before < 100
+
+
 async def test_digest_is_the_goldens_digest(cluster: Cluster) -> None:
     state = await cluster.node_state("decode0")
     assert state.process.weight_digest == load_goldens().weight_digest
@@ -90,7 +99,7 @@ async def test_a_node_killed_under_the_default_model(tmp_path: Path, role: str) 
     """A kill in mid-stream and one in mid-prompt, on real weights; the answers are the goldens."""
     long = max(load_goldens().goldens, key=lambda golden: len(golden.tokens) - abs(len(golden.prompt_ids) - 200) / 100)
     first = {"decode": ("--hold-at", "decoding:12"), "prefill": ("--hold-at", "prefilling:1", "--token-budget", "16")}
-    nodes = {"prefill": (PREFILL,), "decode": (DECODE,)}
+    nodes: dict[str, tuple[tuple[str, ...], ...]] = {"prefill": (PREFILL,), "decode": (DECODE,)}
     nodes[role] = ((*nodes[role][0], *first[role]), nodes[role][0])
     async with start_cluster(MODEL, tmp_path, prefill=nodes["prefill"], decode=nodes["decode"]) as cluster:
         options = Options(max_tokens=MAX_NEW_TOKENS)

@@ -16,10 +16,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 0
 MAX_LEN = 1024
+LEAST_MARGIN = 1e-3
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class Undecided(AssertionError):
+    """The two best logits are too close for a token oracle."""
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
@@ -45,6 +50,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
         pad_token_id=None,
         tie_word_embeddings=False,
     )
+    torch.set_num_threads(1)  # the processes under test need the other core
     make: Any = LlamaForCausalLM
     model = make(config).float().eval()
     with torch.no_grad():
@@ -87,9 +93,25 @@ def expected_tokens(folder: Path, prompt: list[int], num_tokens: int) -> tuple[l
     logprobs = []
     for token, logits in zip(tokens, out.logits, strict=True):
         best, second = logits[0].topk(2).values.tolist()
-        assert best - second > 1e-3, "the tiny model must never be undecided"
+        if best - second < LEAST_MARGIN:
+            raise Undecided(f"margin {best - second:.1e}: choose another prompt")
         logprobs.append(float(logits[0].log_softmax(-1)[token]))
     return tokens, logprobs
+
+
+def decided_prompts(folder: Path, number: int, length: int, num_tokens: int) -> list[list[int]]:
+    """Return prompts of `length` ids whose greedy answers are never a close call."""
+    found: list[list[int]] = []
+    for seed in range(100 * number):
+        prompt = [3 + (seed * 31 + 11 * i + i * i * (seed + 1)) % 256 for i in range(length)]
+        try:
+            expected_tokens(folder, prompt, num_tokens)
+        except Undecided:
+            continue
+        found.append(prompt)
+        if len(found) == number:
+            return found
+    raise Undecided(f"no {number} prompts of {length} ids")
 
 
 def _byte_tokenizer() -> Tokenizer:
