@@ -5,7 +5,7 @@ framed after the prefill would wait here until the deadline, and the test would 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from pdserve.core.clock import SystemClock
 from pdserve.core.ids import TransferId, new_incarnation
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import SampledToken, prompt_digest
+from pdserve.engine.batch import SequenceChunk, StepResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import Granted, KvReceiveService, KvSendService, LinkSettings, Opened, Received, TransferSpec
@@ -92,24 +93,29 @@ def write_wide_model(folder: Path) -> Path:
     return folder
 
 
-class SlowLastLayer:
-    """`mark_ready`, but the last layer of the last chunk first waits for the first layer's DATA."""
+class GatedEngine(Engine):
+    """An engine whose last layer of the last chunk waits, inside the forward, for the first layer's DATA."""
 
-    def __init__(
-        self, mark_ready: Callable[[TransferId, range, range], None], first_layer_left: threading.Event
-    ) -> None:
-        self._mark_ready, self._first_layer_left = mark_ready, first_layer_left
-        self.left_in_time = False
+    first_layer_left: threading.Event
+    left_in_time = False
 
-    def __call__(self, transfer_id: TransferId, layers: range, tokens: range) -> None:
-        if NUM_LAYERS - 1 in layers and NUM_TOKENS - 1 in tokens:
-            self.left_in_time = self._first_layer_left.wait(WAIT_S)
-        self._mark_ready(transfer_id, layers, tokens)
+    def step(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> StepResult:
+        is_last = chunks[0].start + len(chunks[0].token_ids) == NUM_TOKENS
+
+        def gated(layer: int) -> None:
+            if on_layer is not None:
+                on_layer(layer)
+            if is_last and layer == NUM_LAYERS - 2:
+                self.left_in_time = self.first_layer_left.wait(WAIT_S)
+
+        return super().step(chunks, gated)
 
 
 def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
-    engine = Engine.load(write_wide_model(tmp_path), block_size=16, num_blocks=16)
     network, first_layer_left = InProcessNetwork(), threading.Event()
+    engine = GatedEngine.load(write_wide_model(tmp_path), block_size=16, num_blocks=16)
+    assert isinstance(engine, GatedEngine)
+    engine.first_layer_left = first_layer_left
     enqueued: list[tuple[range, range]] = []
     sent, received = Events(), Events()
     mine, theirs = (
@@ -138,12 +144,11 @@ def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
         job = Job(leg, 0.0, LifeCycle(JOB_TABLE, "job", 0.0), BlockPool(16).lease(12, "job"))
         assert job.lease is not None
         handoff.bind(leg.transfer_id, job.lease)
-        mark = SlowLastLayer(corridor.mark_ready, first_layer_left)
-        worker = PrefillWorker(engine, mark, SystemClock())
+        worker = PrefillWorker(engine, corridor.mark_ready, SystemClock())
         for start in range(0, NUM_TOKENS, CHUNK):
             stop = min(NUM_TOKENS, start + CHUNK)
             worker.execute(StepPlan((PlannedChunk(job, range(start, stop), samples=stop == NUM_TOKENS),)))
-        assert mark.left_in_time, "DATA of layer 0 was enqueued only after the whole prefill"
+        assert engine.left_in_time, "DATA of layer 0 was enqueued only after the whole prefill"
         corridor.commit(leg.transfer_id, (SampledToken(0, 1, -0.5),), {})
         received.wait(Received)
         assert sorted({layer for layers, _ in enqueued for layer in layers}) == list(range(NUM_LAYERS))
