@@ -10,11 +10,12 @@ import pytest_asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pdserve.core.errors import InvalidRequest, Overloaded
+from pdserve.core.errors import DeadlineExceeded, InvalidRequest, NoNodes, Overloaded
+from pdserve.router.placement import MAX_WAITING_PER_NODE
 from pdserve.rpc.errors import error_from_rpc
-from pdserve.v1 import inference_pb2
+from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, collect, failure
-from tests.router.scripted_node import DEADLINE_S, Stage, start_stage
+from tests.router.scripted_node import DEADLINE_S, Stage, start_stage, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -82,3 +83,56 @@ async def test_overload_is_refused_at_once_with_a_time(tmp_path: Path) -> None:
         stage.prefill[0].released(submit)
         await collect(call)
         await stage.leak_oracle()
+
+
+def say_waiting(stage: Stage, number: int) -> None:
+    """Let the prefill node report that many waiting prompts."""
+    linked = [stage.decode[0].incarnation]
+    stage.prefill[0].say(status=node_pb2.NodeStatus(num_waiting=number, connected_peers=linked, num_free_blocks=100))
+
+
+def num_waiting(stage: Stage) -> float:
+    return stage.gauges()["waiting"]
+
+
+async def test_busy_nodes_make_requests_wait_in_line_and_the_line_is_bounded(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, max_queue=2) as stage:
+        await stage.until("ready", 2)
+        say_waiting(stage, MAX_WAITING_PER_NODE)
+        await until(lambda: stage.router.membership.loads()[0].num_waiting)
+        calls = [ask(stage, 1, request_id=str(index)) for index in range(2)]
+        await until(lambda: num_waiting(stage) == 2)
+        refused = await failure(ask(stage, 1))
+        assert isinstance(refused, Overloaded)
+        assert "wait for nodes" in refused.message
+        say_waiting(stage, 0)
+        for _ in calls:
+            submit = await stage.prefill[0].next_of("submit")
+            stage.prefill[0].first_token(submit, IDS[0])
+            stage.prefill[0].released(submit)
+        for call in calls:
+            await collect(call)
+        await stage.leak_oracle()
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "queue_wait_s"])
+async def test_a_request_may_leave_the_line(tmp_path: Path, how: str) -> None:
+    async with start_stage(tmp_path, queue_wait_s=0.2 if how == "queue_wait_s" else 60.0) as stage:
+        await stage.until("ready", 2)
+        say_waiting(stage, MAX_WAITING_PER_NODE)
+        await until(lambda: stage.router.membership.loads()[0].num_waiting)
+        call = ask(stage, timeout=0.3 if how == "deadline" else DEADLINE_S)
+        await until(lambda: num_waiting(stage) == 1)
+        if how == "cancel":
+            call.cancel()
+        else:
+            assert isinstance(await failure(call), DeadlineExceeded if how == "deadline" else Overloaded)
+        await stage.leak_oracle()
+
+
+async def test_a_router_without_addresses_says_so(tmp_path: Path) -> None:
+    async with start_stage(tmp_path, num_prefill=0, num_decode=0) as stage:
+        error = await failure(ask(stage))
+        assert isinstance(error, NoNodes)
+        assert "no prefill address" in error.hint
+        assert error.retry_after_s is not None

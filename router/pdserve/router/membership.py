@@ -141,11 +141,17 @@ class Membership:
 
     def why_empty(self) -> str:
         """Return how the addresses stand that are not usable, for an error message."""
-        return "; ".join(
+        reasons = [
+            f"the router was given no {role.label} address"
+            for role in (Role.PREFILL, Role.DECODE)
+            if not any(member.role is role for member in self.members)
+        ]
+        reasons += [
             f"{member.role.label} {member.address} is {member.state}" + (f" ({member.reason})" if member.reason else "")
             for member in self.members
             if not member.is_usable
-        )
+        ]
+        return "; ".join(reasons)
 
     def rows(self) -> list[NodeRow]:
         """Return every node for GetClusterState."""

@@ -71,9 +71,9 @@ class OpenSession:
     mailbox: Mailbox
     log: RequestLogger
     timer: asyncio.TimerHandle | None = None
+    due_s: float | None = None
     events: deque[Event] = field(default_factory=deque)
     is_handling: bool = False
-    is_released: bool = False
 
     @property
     def session_id(self) -> int:
@@ -358,11 +358,14 @@ class Sessions:
             self.on_idle()
 
     def _arm_timer(self, entry: OpenSession) -> None:
+        due_s = entry.session.next_timer_s if entry.session_id in self._open else None
         if entry.timer is not None:
+            if due_s == entry.due_s and entry.timer.when() > asyncio.get_running_loop().time():
+                return  # most events change no timer
             entry.timer.cancel()
             entry.timer = None
-        due_s = entry.session.next_timer_s
-        if due_s is None or entry.session_id not in self._open:
+        entry.due_s = due_s
+        if due_s is None:
             return
         delay_s = max(MIN_TIMER_S, due_s - self._clock.now_s())
         entry.timer = asyncio.get_running_loop().call_later(delay_s, self._tell, entry, Tick())

@@ -1,6 +1,5 @@
 """Every check of a request, once, at the door: what comes out can be served, what cannot is refused by field and hint."""
 
-import math
 import secrets
 from dataclasses import dataclass
 from typing import NoReturn
@@ -153,24 +152,18 @@ def _checked_input(given: PromptInput | None, model: ServedModel) -> PromptInput
 
 
 def _checked_sampling(call: GenerateCall) -> Sampling:
-    temperature = _number("sampling.temperature", call.temperature, 0.0)
+    """Return the resolved parameters. NaN and infinities lie in no range, so the ranges refuse them too."""
+    temperature = 0.0 if call.temperature is None else call.temperature
     if not 0.0 <= temperature <= MAX_TEMPERATURE:
         _refuse("sampling.temperature", f"temperature is {temperature:g}", "0 (greedy) to 100")
-    top_p = _number("sampling.top_p", call.top_p, 1.0)
+    top_p = 1.0 if call.top_p is None else call.top_p
     if not 0.0 < top_p <= 1.0:
         _refuse("sampling.top_p", f"top_p is {top_p:g}", "above 0, at most 1")
-    min_p = _number("sampling.min_p", call.min_p, 0.0)
+    min_p = 0.0 if call.min_p is None else call.min_p
     if not 0.0 <= min_p < 1.0:
         _refuse("sampling.min_p", f"min_p is {min_p:g}", "at least 0, below 1")
     seed = secrets.randbits(64) if call.seed is None else call.seed
     return Sampling(temperature, call.top_k or 0, top_p, min_p, seed)
-
-
-def _number(field: str, given: float | None, default: float) -> float:
-    value = default if given is None else given
-    if not math.isfinite(value):
-        _refuse(field, f"{field} is {value}", "give a finite number")
-    return value
 
 
 def _checked_max_tokens(max_tokens: int | None) -> int | None:
