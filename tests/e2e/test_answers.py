@@ -228,7 +228,8 @@ async def test_bytes_that_do_not_parse_are_refused(cluster: Cluster) -> None:
 
 async def test_an_oversize_message_is_refused(cluster: Cluster) -> None:
     status, error = await refusal(cluster, pb.GenerateRequest(text="x" * (5 << 20)))
-    print(status, error)
+    assert status == "INVALID_ARGUMENT"
+    assert "4194304" in str(error)
 
 
 async def test_garbage_on_every_port_changes_nothing(cluster: Cluster, tiny: Path) -> None:

@@ -68,8 +68,9 @@ async def test_killed_client(held: tuple[Cluster, str]) -> None:
 
 
 async def test_short_answers_still_pass(held: tuple[Cluster, str], tiny: Path) -> None:
-    """Failure class 26: what was cancelled delays nobody. (Only where the hold leaves a way past it.)"""
+    """Failure class 26: what was cancelled delays nobody."""
     cluster, node = held
-    if node == "decode0":
-        answer = await cluster.answer(PROMPT, Options(max_tokens=3))
-        assert answer.token_ids == expected_tokens(tiny, list(PROMPT), 3)[0]
+    if node != "decode0":
+        pytest.skip("nothing passes this hold")
+    answer = await cluster.answer(PROMPT, Options(max_tokens=3))
+    assert answer.token_ids == expected_tokens(tiny, list(PROMPT), 3)[0]
