@@ -4,6 +4,7 @@ import asyncio
 import signal
 from pathlib import Path
 
+import grpc
 import pytest
 
 from pdserve.client import Answer, Options
@@ -31,7 +32,9 @@ async def assert_both_exact(tasks: "list[asyncio.Task[Answer]]", folder: Path, p
     return answers
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=["killed", "frozen", "drained"]
+)
 async def test_a_decode_node_lost_in_mid_stream(tiny: Path, tmp_path: Path, number: int) -> None:
     """The answer is complete and exact, and the other node makes only what was missing."""
     held_at = 8
@@ -127,6 +130,26 @@ async def test_eviction_is_resumed_and_exact(tiny: Path, tmp_path: Path) -> None
             assert answer.token_ids == expected_tokens(tiny, prompt, 60)[0]
         assert await cluster.gauge("decode0", "decode.evicted_total") > 0
         await cluster.leak_oracle()
+
+
+async def test_a_secret_keeps_strangers_out(tiny: Path, tmp_path: Path) -> None:
+    secret = ("--cluster-secret", "a secret of the test")
+    async with start_cluster(tiny, tmp_path, prefill=(secret,), decode=(secret,), router=secret) as cluster:
+        prompt = prompt_ids("secret")
+        options = Options(max_tokens=NUM_TOKENS)
+        assert (await cluster.answer(tuple(prompt), options)).token_ids == expected_tokens(tiny, prompt, NUM_TOKENS)[0]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await cluster.node_state("decode0")
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await cluster.client.close()
+        cluster.router.kill()
+        cluster.start_router("--cluster-secret", "another")
+
+        async def refused() -> bool:
+            nodes = (await cluster.state()).nodes
+            return all(node.state != "ready" and "secret" in node.reason for node in nodes)
+
+        await until(refused, "both nodes turn the router away")
 
 
 async def test_deltas_arrive_while_decoding_goes_on(tiny: Path, tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ async def _work(
     clock: Clock,
 ) -> None:
     servicer.open_for_work(desk, process, process_gauges)
-    await server.set_ready(True)
-    logger.info("ready", extra={"incarnation": process.incarnation.hex()})
+    logger.info("loaded; waiting for routers", extra={"incarnation": process.incarnation.hex()})
     async with asyncio.TaskGroup() as tasks:
-        loops = [tasks.create_task(desk.run()), tasks.create_task(_tick(desk, clock))]
+        ticks = _tick(desk, server, settings.step_limit_s, stops.first, clock)
+        loops = [tasks.create_task(desk.run()), tasks.create_task(ticks)]
         await stops.first.wait()
         await server.set_ready(False)
         logger.info("draining for up to %g s; a second signal stops at once", settings.drain_s)
@@ -79,10 +79,20 @@ async def _work(
     logger.info("stopped")
 
 
-async def _tick(desk: Desk, clock: Clock) -> None:
+async def _tick(desk: Desk, server: GrpcServer, step_limit_s: float, stopping: asyncio.Event, clock: Clock) -> None:
+    """Have the desk look at its deadlines, and keep readiness true: able to transfer, and not stuck in a step."""
+    was_ready = False
     while True:
         await asyncio.sleep(TICK_S)
         desk.tick(clock.now_s())
+        is_stuck = desk.step_age_s() > step_limit_s
+        is_ready = bool(desk.load().connected_peers) and not is_stuck and not stopping.is_set()
+        if is_ready == was_ready:
+            continue
+        was_ready = is_ready
+        await server.set_ready(is_ready)
+        why = "a step is stuck" if is_stuck else "stopping" if stopping.is_set() else "no peer can be transferred to"
+        logger.log(logging.INFO if is_ready else logging.WARNING, "ready" if is_ready else f"not ready: {why}")
 
 
 def process_gauges() -> dict[str, float]:
