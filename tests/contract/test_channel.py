@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Protocol, TypeVar
 
 import pytest
+import zmq
 
 from pdserve.core.errors import AddressInUse
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
@@ -235,3 +237,27 @@ def test_an_unknown_route_cannot_be_sent_on(ends: tuple[End, End, Route, Route])
     for end in (listener, dialler):
         assert not end.channel.send(Route(b"unknown"), b"x")
         assert not end.channel.send_data(Route(b"unknown"), b"x", memoryview(bytearray(8)), lambda: None)
+
+
+def test_a_peer_that_reads_nothing_fills_a_bounded_queue(ends: tuple[End, End, Route, Route]) -> None:
+    _, dialler, _, there = ends
+    sent = 0
+    while dialler.channel.send(there, bytes(1000)):
+        sent += 1
+        assert sent < 200_000, "the queue has no bound"
+
+
+def test_the_options_of_live_zeromq_sockets() -> None:
+    """Options that are misspelt or overridden are silent, so they are read back."""
+    with closing(ZeroMqChannel()) as listener, closing(ZeroMqChannel()) as dialler:
+        route = dialler.connect(listener.listen("127.0.0.1", 0))
+        assert listener._listener is not None
+        router, dealer = listener._listener.socket, dialler._dialled[route].socket
+        assert dealer.getsockopt(zmq.RECONNECT_IVL) == -1, "a silent reconnection could reach another process"
+        assert dealer.getsockopt(zmq.IMMEDIATE) == 1
+        assert dealer.getsockopt(zmq.CONNECT_TIMEOUT) == 3000
+        assert router.getsockopt_string(zmq.ZAP_DOMAIN).rstrip("\0") == "pdserve"
+        for each in (router, dealer):
+            assert each.getsockopt(zmq.LINGER) == 0
+            assert each.getsockopt(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
+            assert each.getsockopt(zmq.SNDHWM) == 4096

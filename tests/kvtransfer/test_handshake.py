@@ -9,7 +9,8 @@ from pdserve.core.ids import new_incarnation
 from pdserve.core.layout import KvLayout, LayerLayout
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.events import PeerDown, PeerRefused, PeerUp
-from pdserve.kvtransfer.messages import Ack, Beat, Challenge, Gone, Hello, Nack, Refuse, Welcome
+from pdserve.kvtransfer.handshake import HELLO_LABEL, proof
+from pdserve.kvtransfer.messages import Ack, Beat, Challenge, Gone, Hello, Nack, Open, Refuse, Welcome
 from pdserve.kvtransfer.settings import LinkSettings
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY, LAYOUT, settings
 from tests.kvtransfer.world import World
@@ -82,6 +83,16 @@ def test_another_version_is_refused_by_name() -> None:
     assert not refusal.can_retry
 
 
+def test_a_hello_that_means_another_process_is_refused() -> None:
+    world = World()
+    world.receiver.set_peers(frozenset({world.mine.incarnation}), 0.0)
+    hello = Hello(world.mine.incarnation, new_incarnation(), bytes(16), world.mine.offer)
+    world.receiver.message(Route(b"r"), hello, memoryview(b""), 0.0)
+    world.settle()
+    assert [m.fields for m in world.said("<", Refuse) if isinstance(m, Refuse)] == [("incarnation",)]
+    assert world.said("<", Welcome) == []
+
+
 def test_a_restarted_receiver_is_another_peer() -> None:
     world = World()
     world.receiver.set_peers(frozenset({world.mine.incarnation}), 0.0)
@@ -114,6 +125,17 @@ class TestSecret:
     def test_strangers_without_proof_learn_nothing(self) -> None:
         world = World(replace(OTHERS["architecture"], secret=None), settings(secret=SECRET)).meet()
         assert world.said("<", Refuse) == []
+
+    def test_a_proof_over_no_challenge_is_none(self) -> None:
+        world = World(theirs=settings(secret=SECRET))
+        world.receiver.set_peers(frozenset({world.mine.incarnation}), 0.0)
+        mine, theirs = world.mine.incarnation, world.theirs.incarnation
+        proven = proof(SECRET, HELLO_LABEL, b"", mine, theirs)
+        world.receiver.message(
+            Route(b"r"), Hello(mine, theirs, bytes(16), world.mine.offer, proven), memoryview(b""), 0.0
+        )
+        world.settle()
+        assert [m.fields for m in world.said("<", Refuse) if isinstance(m, Refuse)] == [("proof",)]
 
     def test_a_proof_cannot_be_replayed(self) -> None:
         world = World(settings(secret=SECRET), settings(secret=SECRET)).meet()
@@ -172,6 +194,18 @@ class TestOrder:
         assert world.receiver.gauges()["kv_links"] == 0
         assert world.said("<", Gone) == world.said("<", Nack) == []
 
+    def test_a_parked_peer_cannot_open(self) -> None:
+        world = World()
+        mine, theirs = world.specs()
+        world.receiver.expect(theirs, 0.0)
+        world.sender.set_peers({world.theirs.incarnation: "there"}, world.now_s)
+        world.settle()
+        for message in (Open(mine.transfer_id, 1, bytes(32), 20), Beat()):
+            world.receiver.message(next(iter(world.alive)), message, memoryview(b""), world.now_s)
+        world.settle()
+        assert world.received == []
+        assert world.receiver.gauges()["kv_strange_total"] == 2
+
     def test_pending_handshakes_are_bounded_and_expire(self) -> None:
         world = World(theirs=settings(max_parked=3))
         for number in range(10):
@@ -214,6 +248,17 @@ class TestLease:
         world.send_all(other)
         assert world.sent_kinds(other) == ["Granted", "Acked", "SendClosed"]
         world.assert_nothing_left()
+
+    @pytest.mark.parametrize("to_receiver", [True, False])
+    def test_silence_one_way_is_noticed_by_the_side_that_hears_nothing(self, to_receiver: bool) -> None:
+        world = World().meet()
+        transfer_id = world.open()
+        world.fault = lambda way, k, message, frames: [] if way is to_receiver else [frames]
+        world.advance(world.mine.lease_s + 0.6)
+        deaf = world.received if to_receiver else world.sent
+        assert [event.reason for event in deaf if isinstance(event, PeerDown)] == ["lease expired"]
+        assert world.sent_kinds(transfer_id)[-1] == "SendClosed"
+        assert world.received_kinds(transfer_id)[-1] == "ReceiveClosed"
 
     def test_own_lateness_lengthens_the_lease(self) -> None:
         world = World().meet()

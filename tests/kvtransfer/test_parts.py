@@ -145,8 +145,9 @@ class TestTimers:
             assert timers.next_s() == min(model.values(), default=None)
             assert len(timers) == len(model)
             now_s += 1
-            while (expired := timers.pop_expired(now_s)) is not None:
-                assert model.pop(expired) <= now_s
+            expired = [model.pop(each) for each in timers.take_expired(now_s)]
+            assert expired == sorted(expired)
+            assert all(due_s <= now_s for due_s in expired)
             assert all(due_s > now_s for due_s in model.values())
 
 

@@ -330,6 +330,8 @@ class TestStrangers:
                 self._say_and_read(stranger, content)
         check_a_transfer_works(tcp_pair)
         self._check_unchanged(tcp_pair, before)
+        gauges = tcp_pair.receiver.gauges()
+        assert gauges["kv_bad_frames_total"] == gauges["kv_strange_total"] == 0, "raw bytes became messages"
 
     @staticmethod
     def _say_and_read(stranger: socket.socket, content: bytes) -> None:

@@ -512,6 +512,14 @@ class TestEnds:
         assert world.received_kinds(transfer_id)[-2:] == ["ReceiveFailed", "ReceiveClosed"]
         world.assert_nothing_left()
 
+    def test_a_commit_without_answer_ends_soon(self) -> None:
+        world = World()
+        transfer_id = at_stage(world, "committed")
+        world.fault = lambda to_receiver, k, message, frames: [] if isinstance(message, Commit) else [frames]
+        world.advance(world.mine.transfer_idle_s + 0.5)
+        assert failure(world, transfer_id) == "no_ack"
+        assert loss(world, transfer_id) == "peer_aborted"
+
     def test_no_grant_in_time_is_busy_not_failure(self) -> None:
         world = World().meet()
         transfer_id = world.open(grant=False)

@@ -1,6 +1,6 @@
 """The thread that a service's machines run on: it waits for frames, commands and deadlines, and never polls.
 
-Received messages are handled before commands and both before expired timers. When the loop itself was late, leases grow by as
+Commands and received messages are handled before expired timers. When the loop itself was late, leases grow by as
 much.
 """
 
@@ -147,11 +147,12 @@ class IoLoop:
             if planned_s is not None and now_s - planned_s > _LATE_S:
                 with self.lock:
                     self._machinery.extend_leases(now_s - planned_s)
-            for event in events:
-                self._guard(partial(self._machinery.handle, event), now_s)
+            # Commands first: what a node asked for before a message was sent is done before the message is handled.
             self._is_woken = False
             for _ in range(len(self._commands)):
                 self._guard(self._commands.popleft(), now_s)
+            for event in events:
+                self._guard(partial(self._machinery.handle, event), now_s)
             if len(events) < MAX_BATCH:
                 self._guard(self._machinery.expire, now_s)
             may_do_more = self._work(now_s) or len(events) == MAX_BATCH

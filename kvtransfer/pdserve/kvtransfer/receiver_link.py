@@ -171,6 +171,8 @@ class ReceiverLink:
         if not self.is_up:
             return "handshake not finished"
         if now_s >= self._heard_until_s:
+            # The peer may live and only not be heard; then it should not wait for its own lease.
+            self._out.append(Send(self.route, Refuse(("lease",), "nothing was heard", can_retry=True)))
             return "lease expired"
         self._due_s = now_s + self._settings.beat_s
         self._send_beat(parked)
@@ -192,10 +194,9 @@ class ReceiverLink:
         if message.protocol_version != PROTOCOL_VERSION or message.offer is None:
             return ("protocol_version",), f"version {message.protocol_version}, spoken here is {PROTOCOL_VERSION}"
         if secret is not None:
-            # A challenge serves one HELLO only.
-            challenge, self._challenge = self._challenge, b""
-            expected = handshake.proof(secret, handshake.HELLO_LABEL, challenge, message.incarnation, mine)
-            if not challenge or not handshake.is_proven(message.proof, expected):
+            # A challenge belongs to one connection, so a recorded HELLO proves nothing on another.
+            expected = handshake.proof(secret, handshake.HELLO_LABEL, self._challenge, message.incarnation, mine)
+            if not self._challenge or not handshake.is_proven(message.proof, expected):
                 return ("proof",), "the cluster secret differs"
         if message.expected != mine:
             return ("incarnation",), "this is another process than the one meant"

@@ -173,7 +173,7 @@ class ReceiverTable:
                 elif link.is_over:
                     self._forget(link)
         self._parked.expire(now_s, self._never_submitted)
-        while (transfer_id := self._timers.pop_expired(now_s)) is not None:
+        for transfer_id in self._timers.take_expired(now_s):
             if transfer := self._transfers.get(transfer_id):
                 transfer.expire(now_s)
                 self._settle(transfer, now_s)

@@ -188,7 +188,7 @@ class SenderTable:
     def expire(self, now_s: float) -> None:
         """Do what is due by now: dial, beat, repeat, or end."""
         self._dial_due(now_s)
-        while (transfer_id := self._timers.pop_expired(now_s)) is not None:
+        for transfer_id in self._timers.take_expired(now_s):
             if transfer := self._transfers.get(transfer_id):
                 transfer.expire(now_s)
                 self._settle(transfer, now_s)

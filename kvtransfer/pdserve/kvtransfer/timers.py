@@ -47,15 +47,15 @@ class Timers(Generic[K]):
                     self._push(key, due_s)
         return None
 
-    def pop_expired(self, now_s: float) -> K | None:
-        """Remove and return one key whose deadline has passed, earliest first."""
-        due_s = self.next_s()
-        if due_s is None or due_s > now_s:
-            return None
-        _, _, key = heapq.heappop(self._heap)
-        self._queued.pop(key, None)
-        del self._due[key]
-        return key
+    def take_expired(self, now_s: float) -> list[K]:
+        """Remove and return all keys whose deadlines have passed, earliest first."""
+        expired = []
+        while (due_s := self.next_s()) is not None and due_s <= now_s:
+            _, _, key = heapq.heappop(self._heap)
+            self._queued.pop(key, None)
+            del self._due[key]
+            expired.append(key)
+        return expired
 
     def _push(self, key: K, due_s: float) -> None:
         self._queued[key] = due_s

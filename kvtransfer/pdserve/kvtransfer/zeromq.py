@@ -234,7 +234,9 @@ class ZeroMqChannel:
                 if len(frames) < 2:
                     continue
                 route = Route(frames[0].bytes)
-                fresh[int(frames[1].get(zmq.SRCFD))] = route
+                # Without a descriptor the loss of the route shows when it is next sent on, or by its lease.
+                with contextlib.suppress(zmq.ZMQError):
+                    fresh[int(frames[1].get(zmq.SRCFD))] = route
                 yield Arrived(route, tuple(frame.buffer for frame in frames[1:]))
         # With more messages to read, losses wait: what came before a loss is delivered before it.
         if num_read < MAX_BATCH:
