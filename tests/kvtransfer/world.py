@@ -11,7 +11,7 @@ from pdserve.core.clock import ManualClock
 from pdserve.core.ids import TransferId
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.codec import decode, encode
-from pdserve.kvtransfer.events import ReceiveEvent, SendEvent, TransferSpec
+from pdserve.kvtransfer.events import ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferSpec
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send
 from pdserve.kvtransfer.messages import Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
@@ -21,13 +21,6 @@ from pdserve.kvtransfer.wire import FrameError, checksum
 from tests.kvtransfer.nodes import FIRST, BytesSink, BytesSource, settings, spec_for
 
 Frames = tuple[bytes, ...]
-Fault = Callable[[Frames], list[Frames]]
-"""What arrives in place of one message."""
-
-
-def pass_on(frames: Frames) -> list[Frames]:
-    """No fault."""
-    return [frames]
 
 
 class World:
@@ -239,3 +232,13 @@ class World:
         else:
             self.unreleased.append(lambda: self.sender.data_released(plan.link, route))
         return True
+
+
+def failure(world: World, transfer_id: TransferId) -> str:
+    """Why the sender's transfer failed."""
+    return next(e.reason for e in world.sent if isinstance(e, SendFailed) and e.transfer_id == transfer_id)
+
+
+def loss(world: World, transfer_id: TransferId) -> str:
+    """Why the receiver's transfer failed."""
+    return next(e.reason for e in world.received if isinstance(e, ReceiveFailed) and e.transfer_id == transfer_id)
