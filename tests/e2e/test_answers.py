@@ -16,7 +16,7 @@ from pdserve.core.work import FinishReason
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
-from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster
+from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster, until
 from tests.e2e.tiny_model import MAX_LEN, decided_prompts, expected_tokens, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -273,8 +273,13 @@ async def test_reflection_health_and_models(cluster: Cluster, tiny: Path) -> Non
 
     for process in (cluster.router, *cluster.nodes.values()):
         async with grpc.aio.insecure_channel(process.grpc) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.SERVING, process.name
+            health = health_pb2_grpc.HealthStub(channel)
+
+            async def is_serving(health: Any = health) -> bool:
+                answer = await health.Check(health_pb2.HealthCheckRequest())
+                return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+            await until(is_serving, f"{process.name} is ready")
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             names = [service.name async for answer in call for service in answer.list_services_response.service]

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.client import Answer, Options
 from pdserve.core.errors import PdserveError
-from tests.e2e.cluster import Cluster, start_cluster, until
+from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster, until
 from tests.e2e.tiny_model import decided_prompts, expected_tokens, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -49,6 +49,10 @@ async def test_a_decode_node_lost_in_mid_stream(tiny: Path, tmp_path: Path, numb
         assert sorted(answer.summary.timeline.attempts for answer in answers if answer.summary) == [1, 2]
         # Token 8 is sampled by the new prefill; the new decode node makes the rest.
         assert await cluster.gauge("decode1", "forwards") - before == NUM_TOKENS - held_at - 1
+        if number == signal.SIGTERM:
+            drained = [stall.cause for answer in answers if answer.summary for stall in answer.summary.timeline.stalls]
+            assert drained == ["draining"]
+            cluster.nodes["decode0"].popen.wait(DEADLINE_S)
         if number == signal.SIGSTOP:
             cluster.nodes["decode0"].kill(signal.SIGCONT)
             await cluster.until_ready(3)

@@ -64,6 +64,7 @@ class RouterStream:
         self._on_peers = on_peers
         self._outbox: Outbox = legs.attach(self.router)
         self._wake = asyncio.Event()
+        self._all_sent = asyncio.Event()
         self._partial: dict[LegKey, _PartialSubmit] = {}
         self._closed = asyncio.Event()
         self._close_reason = ""
@@ -75,6 +76,7 @@ class RouterStream:
 
     def notify(self) -> None:
         """Say that the outbox has something."""
+        self._all_sent.clear()
         self._wake.set()
 
     def close(self, reason: str) -> None:
@@ -116,6 +118,8 @@ class RouterStream:
         """Send what comes up, until the stream is closed. `send` may block; `watch` bounds for how long."""
         while not self._closed.is_set():
             response = self._next_message()
+            if not self._outbox and (response is None or response.WhichOneof("message") != "step"):
+                self._all_sent.set()
             if response is None:
                 self._wake.clear()
                 await self._wait(self._idle_s())
@@ -123,6 +127,13 @@ class RouterStream:
             self._beat_s = self._writing_since_s = self._clock.now_s()
             await send(response)
             self._writing_since_s = None
+
+    async def wait_all_sent(self, timeout_s: float) -> None:
+        """Return when the outbox is empty and written, when the stream has ended, or after `timeout_s`."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._all_sent, self._closed)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     async def wait_closed(self) -> None:
         """Return when the stream has ended."""

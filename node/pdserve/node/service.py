@@ -135,6 +135,8 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             self._num_handed_back += 1
             self._desk.drain(key)
         await self.legs.wait_all_released(self._settings.lease_s)
+        for stream in list(self._streams.values()):
+            await stream.wait_all_sent(self._settings.lease_s)
 
     def close_streams(self, reason: str) -> None:
         """End every router's stream."""
