@@ -39,6 +39,7 @@ class ScriptedNode:
     is_silent: bool = False
     links_up: bool = True
     num_streams: int = 0
+    num_beats: int = 0
     port: int = 0
     heard: "asyncio.Queue[node_pb2.AttachRequest]" = field(default_factory=asyncio.Queue)
     _words: "asyncio.Queue[node_pb2.AttachResponse | None]" = field(default_factory=asyncio.Queue)
@@ -82,7 +83,9 @@ class ScriptedNode:
 
     async def _listen(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> None:
         async for request in requests:
-            if request.WhichOneof("message") != "beat":
+            if request.WhichOneof("message") == "beat":
+                self.num_beats += 1
+            else:
                 self.heard.put_nowait(request)
             if request.WhichOneof("message") == "peers" and self.links_up:
                 connected = [peer.incarnation for peer in request.peers.nodes]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +18,7 @@ from pdserve.core.errors import (
     NoNodes,
     SlowReader,
 )
+from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, collect, failure, submits
 from tests.router.models import CHAT_TEMPLATE, byte_level_tokenizer
@@ -131,6 +133,42 @@ async def test_a_silent_node_is_lost_within_its_lease(tmp_path: Path) -> None:
         assert isinstance(error, AttemptsExhausted)
         assert error.metadata["num_tokens_sent"] == "1"
         assert "silent" in error.message
+
+
+async def test_the_router_gives_signs_of_life(stage: Stage) -> None:
+    await until(lambda: min(stage.prefill[0].num_beats, stage.decode[0].num_beats) >= 3)
+
+
+async def test_a_busy_node_is_asked_again_after_a_pause(stage: Stage) -> None:
+    """Nothing else happens meanwhile: the pause itself must end."""
+    call = ask(stage)
+    for attempt in (1, 2):
+        submit, _ = await submits(stage)
+        assert submit.attempt == attempt
+        stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_BUSY)
+        stage.prefill[0].released(await stage.prefill[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
+    await submits(stage)
+    call.cancel()
+    for node in (stage.prefill[0], stage.decode[0]):
+        node.released(await node.next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_failed_answer_ends_with_the_error_alone(tmp_path: Path, stream: bool) -> None:
+    """What was streamed was streamed; an answer asked for whole comes whole or not at all."""
+    async with start_stage(tmp_path, max_attempts=1) as stage:
+        await stage.until("ready", 2)
+        call = ask(stage, stream=stream)
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, IDS[0])
+        if stream:
+            assert isinstance(await call.read(), inference_pb2.GenerateResponse)
+        stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_FAILED)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert error_from_rpc(caught.value).metadata["num_tokens_sent"] == "1"
+        stage.prefill[0].released(submit, node_pb2.LEG_OUTCOME_CANCELLED)
+        await stage.leak_oracle()
 
 
 async def test_a_role_given_wrong_is_refused_by_name(tmp_path: Path) -> None:
