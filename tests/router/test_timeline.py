@@ -5,7 +5,7 @@ import pytest
 from pdserve.core.work import SampledToken
 from pdserve.router.events import FirstToken, LegOutcome, LegReleased, Placed, Submitted
 from pdserve.router.instructions import Answer
-from pdserve.router.timeline import StageName, Timeline, TimelineRecorder
+from pdserve.router.timeline import NodeDuration, StageName, Timeline, TimelineRecorder
 from tests.router.session_world import IDS, NODES, ROLES, World
 
 P, D = NODES[ROLES["P"]][0], NODES[ROLES["D"]][0]
@@ -74,11 +74,23 @@ def test_node_durations_nest_and_the_rest_is_hop() -> None:
 
 
 def test_what_a_node_reports_is_never_trimmed_to_fit() -> None:
+    """Prefill work always lies inside its stage: if a node claims more, that is a fault, and it shows."""
     recorder = TimelineRecorder(0.0)
     recorder.enter(StageName.PREFILL, 1, 1.0)
     recorder.nest(StageName.PREFILL, 1, {"prefill.compute": 5.0})
     stage = recorder.build(1, 1, 2.0).stages[1]
     assert (stage.nodes[0].duration_s, stage.hop_s) == (5.0, -4.0)
+
+
+@pytest.mark.parametrize("name", [StageName.HANDOVER, StageName.DECODE])
+def test_work_that_began_before_its_stage_is_shown_beside_the_sum(name: StageName) -> None:
+    """The first token and `adopted` come from two nodes: they may arrive together, after the KV was placed."""
+    recorder = TimelineRecorder(0.0)
+    recorder.enter(name, 1, 1.0)
+    recorder.nest(name, 1, {"decode.place": 0.5, "decode.queue": 0.25})
+    timeline = recorder.build(1, 1, 1.5)
+    assert (timeline.stages[1].nodes, timeline.stages[1].hop_s) == ((), 0.5)
+    assert timeline.overlapped.nodes == [NodeDuration("decode.place", 0.5), NodeDuration("decode.queue", 0.25)]
 
 
 def test_overlapped_work_is_beside_the_sum() -> None:

@@ -153,6 +153,7 @@ class Overlapped(_message.Message):
     KV_FRAMES_FIELD_NUMBER: _builtins.int
     PACK_S_FIELD_NUMBER: _builtins.int
     RESERVE_WAIT_S_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     exposed_transfer_s: _builtins.float
     """First token sampled to ACK, on the prefill node's clock, seconds: transfer that compute did not hide."""
     kv_bytes: _builtins.int
@@ -163,6 +164,12 @@ class Overlapped(_message.Message):
     """Time spent packing on the prefill node, seconds."""
     reserve_wait_s: _builtins.float
     """Time from the decode submit to the grant, on the decode node's clock, seconds."""
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDuration]:
+        """Node durations of a handover or decode stage that are larger than their stage: its two events reached the router closer
+        together than the work took, so the work began in an earlier stage. Moved here whole, never trimmed to fit.
+        """
+
     def __init__(
         self,
         *,
@@ -171,10 +178,11 @@ class Overlapped(_message.Message):
         kv_frames: _builtins.int = ...,
         pack_s: _builtins.float = ...,
         reserve_wait_s: _builtins.float = ...,
+        nodes: _abc.Iterable[Global___NodeDuration] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "pack_s", b"pack_s", "reserve_wait_s", b"reserve_wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "nodes", b"nodes", "pack_s", b"pack_s", "reserve_wait_s", b"reserve_wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from pdserve.core.work import FinishReason
 from pdserve.router.instructions import Answer, Finish
 from pdserve.router.output import Shown
 from pdserve.router.request import ChatInput, ChatTurn, GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
-from pdserve.router.timeline import SCHEMA_VERSION, Timeline
+from pdserve.router.timeline import SCHEMA_VERSION, NodeDuration, Timeline
 from pdserve.rpc.process import process_to_pb
 from pdserve.v1 import inference_pb2, timeline_pb2
 
@@ -216,7 +216,7 @@ def _timeline_to_pb(timeline: Timeline) -> timeline_pb2.Timeline:
                 name=stage.name,
                 attempt=stage.attempt,
                 duration_s=stage.duration_s,
-                nodes=[timeline_pb2.NodeDuration(name=node.name, duration_s=node.duration_s) for node in stage.nodes],
+                nodes=_nodes_to_pb(stage.nodes),
                 hop_s=stage.hop_s,
             )
             for stage in timeline.stages
@@ -227,6 +227,7 @@ def _timeline_to_pb(timeline: Timeline) -> timeline_pb2.Timeline:
             kv_frames=beside.kv_frames,
             pack_s=beside.pack_s,
             reserve_wait_s=beside.reserve_wait_s,
+            nodes=_nodes_to_pb(beside.nodes),
         ),
         attempts=timeline.attempts,
         stalls=[
@@ -234,3 +235,7 @@ def _timeline_to_pb(timeline: Timeline) -> timeline_pb2.Timeline:
             for stall in timeline.stalls
         ],
     )
+
+
+def _nodes_to_pb(nodes: Iterable[NodeDuration]) -> list[timeline_pb2.NodeDuration]:
+    return [timeline_pb2.NodeDuration(name=node.name, duration_s=node.duration_s) for node in nodes]

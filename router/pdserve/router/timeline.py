@@ -70,6 +70,7 @@ class Overlapped:
     reserve_wait_s: float = 0.0
     kv_bytes: int = 0
     kv_frames: int = 0
+    nodes: list[NodeDuration] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,9 @@ OVERLAPPED_NAMES = frozenset(
     {"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "prefill.send", "decode.receive"}
 )
 """Durations that overlap the stages and are never nested in one."""
+
+MAY_OVERLAP = frozenset({StageName.HANDOVER, StageName.DECODE})
+"""Stages whose work may begin before the router hears of their start: another node's message tells it."""
 
 
 class TimelineRecorder:
@@ -149,7 +153,7 @@ class TimelineRecorder:
             e2el_s=e2el_s,
             ttft_s=ttft_s,
             tpot_s=(e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0,
-            stages=tuple(_close(stage, now_s) for stage in self._stages),
+            stages=tuple(self._close(stage, now_s) for stage in self._stages),
             overlapped=self._overlapped,
             attempts=attempts,
             stalls=tuple(
@@ -158,8 +162,12 @@ class TimelineRecorder:
             ),
         )
 
-
-def _close(stage: _OpenStage, now_s: float) -> Stage:
-    left_s = now_s if stage.left_s is None else stage.left_s
-    nodes = tuple(NodeDuration(name, value) for name, value in stage.nodes.items())
-    return Stage(stage.name, stage.attempt, left_s - stage.entered_s, nodes)
+    def _close(self, stage: _OpenStage, now_s: float) -> Stage:
+        """Return the finished stage. What cannot lie inside it is reported beside the sum, whole."""
+        left_s = now_s if stage.left_s is None else stage.left_s
+        duration_s = left_s - stage.entered_s
+        nodes = tuple(NodeDuration(name, value) for name, value in stage.nodes.items())
+        if stage.name in MAY_OVERLAP and sum(node.duration_s for node in nodes) > duration_s:
+            self._overlapped.nodes += nodes
+            nodes = ()
+        return Stage(stage.name, stage.attempt, duration_s, nodes)
