@@ -59,7 +59,7 @@ async def _cancels(cluster: Cluster, number: int = 5) -> dict[str, object]:
             if seen == 4:
                 break
         began_s = time.perf_counter()
-        await stream.aclose()  # type: ignore[attr-defined] # an async generator behind an AsyncIterator
+        await stream.aclose()
         await until(lambda: _is_clean(cluster), "both pools are at their baseline")
         taken.append(time.perf_counter() - began_s)
     return {"ms_p50": round(1000 * quantile(taken, 0.5)), "ms_max": round(1000 * max(taken)), "bound": "RTT + a step"}
