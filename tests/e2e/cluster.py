@@ -41,6 +41,8 @@ LEAK_GAUGES = (
     "decode.bound_transfers",
 )
 """Gauges of a node that are zero when nothing is under way."""
+ROUTER_LEAK_GAUGES = ("sessions", "admitted", "waiting", "legs", "mailbox", "clients", "violations")
+"""The same of a router, by prefix."""
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Cluster:
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: Client = field(init=False)
+    baseline: dict[str, float] = field(default_factory=dict)
+    """Tasks of each process when the cluster was new."""
 
     async def node_state(self, name: str) -> node_pb2.GetStateResponse:
         """Ask a node for its debug dump."""
@@ -112,12 +116,22 @@ class Cluster:
         """Return the router's view."""
         return await self.client.cluster_state()
 
+    async def num_tasks(self) -> dict[str, float]:
+        """Return the asyncio tasks of the router and of every living node, by incarnation."""
+        state = await self.client.cluster_state()
+        tasks = {state.router.incarnation.hex(): state.gauges["process.tasks"]}
+        for name, process in self.nodes.items():
+            if process.is_alive:
+                node = await self.node_state(name)
+                tasks[node.process.incarnation] = node.gauges["process.tasks"]
+        return tasks
+
     async def leak_oracle(self) -> None:
         """Wait until nothing is under way anywhere, and fail by name on what stays."""
         left: list[str] = []
 
         async def clean() -> bool:
-            left[:] = await self._leaks()
+            left[:] = await self.leaks()
             return not left
 
         try:
@@ -125,7 +139,7 @@ class Cluster:
         except AssertionError:
             pytest.fail("leaked: " + "; ".join(left))
 
-    async def _leaks(self) -> list[str]:
+    async def leaks(self) -> list[str]:
         left = []
         for name, process in self.nodes.items():
             if not process.is_alive:
@@ -141,7 +155,13 @@ class Cluster:
         left += [
             f"router: {name} = {value:g}"
             for name, value in state_of_router.gauges.items()
-            if name.startswith(("sessions", "queue", "mailbox", "legs")) and not name.endswith("_total") and value != 0
+            if name.startswith(ROUTER_LEAK_GAUGES) and not name.endswith("_total") and value != 0
+        ]
+        tasks = await self.num_tasks()
+        left += [
+            f"{incarnation[:8]}: {number:g} tasks, {self.baseline[incarnation]:g} at first"
+            for incarnation, number in tasks.items()
+            if number > self.baseline.get(incarnation, number)
         ]
         return left
 
@@ -223,6 +243,7 @@ async def start_cluster(
             cluster.start_node("decode", f"decode{number}", *options)
         cluster.start_router(*router)
         await cluster.until_ready(len(prefill) + len(decode))
+        cluster.baseline = await cluster.num_tasks()
         yield cluster
     except BaseException:
         if hasattr(cluster, "router"):

@@ -171,6 +171,10 @@ async def test_deltas_arrive_while_decoding_goes_on(tiny: Path, tmp_path: Path) 
         task = asyncio.create_task(read())
         await cluster.until_held("decode0")
         await until(all_came, "8 tokens reached the client")
+        caught = " ".join(await cluster.leaks())
+        assert "decode0: legs = 1" in caught, "the leak oracle must see what is under way"
+        assert "blocks are free" in caught
+        assert "router: sessions" in caught
         task.cancel()
         await asyncio.wait({task})
         await cluster.leak_oracle()
