@@ -93,6 +93,21 @@ def test_work_that_began_before_its_stage_is_shown_beside_the_sum(name: StageNam
     assert timeline.overlapped.nodes == [NodeDuration("decode.place", 0.5), NodeDuration("decode.queue", 0.25)]
 
 
+def test_a_late_word_of_adoption_is_dated_back_by_the_decode_nodes_own_work() -> None:
+    """2.5 s of decode work before the last token at 6 s: adopted at 3.5 s at the latest, though heard of at 5 s."""
+    recorder = TimelineRecorder(0.0)
+    recorder.enter(StageName.HANDOVER, 1, 1.0)
+    recorder.enter(StageName.DECODE, 1, 5.0)
+    recorder.enter(StageName.ANSWER, 1, 6.0)
+    recorder.nest(StageName.HANDOVER, 1, {"decode.place": 1.0})
+    recorder.nest(StageName.DECODE, 1, {"decode.compute": 2.5})
+    timeline = recorder.build(2, 1, 7.0)
+    assert [stage.duration_s for stage in timeline.stages] == pytest.approx([1.0, 2.5, 2.5, 1.0])
+    assert [stage.hop_s for stage in timeline.stages] == pytest.approx([1.0, 1.5, 0.0, 1.0], abs=1e-6)
+    assert all(stage.hop_s >= 0 for stage in timeline.stages)
+    assert timeline.overlapped.nodes == []
+
+
 def test_overlapped_work_is_beside_the_sum() -> None:
     beside = walk({}).overlapped
     assert (beside.exposed_transfer_s, beside.pack_s) == (0.1, 0.05)

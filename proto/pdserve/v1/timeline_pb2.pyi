@@ -166,8 +166,8 @@ class Overlapped(_message.Message):
     """Time from the decode submit to the grant, on the decode node's clock, seconds."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDuration]:
-        """Node durations of a handover or decode stage that are larger than their stage: its two events reached the router closer
-        together than the work took, so the work began in an earlier stage. Moved here whole, never trimmed to fit.
+        """Node durations that are larger than their handover or decode stage: the work began in an earlier stage, as placing KV
+        does while the prompt is still computed. Moved here whole, never trimmed to fit.
         """
 
     def __init__(

@@ -3,6 +3,7 @@
 Formulas and clocks stand in docs/timeline.md. Time is passed in.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -94,12 +95,18 @@ class _OpenStage:
     left_s: float | None = None
     nodes: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def duration_s(self) -> float:
+        """How long it lasted; 0 while it runs."""
+        return 0.0 if self.left_s is None else self.left_s - self.entered_s
+
 
 OVERLAPPED_NAMES = frozenset(
     {"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "prefill.send", "decode.receive"}
 )
 """Durations that overlap the stages and are never nested in one."""
 
+ROUNDING_S = 1e-9
 MAY_OVERLAP = frozenset({StageName.HANDOVER, StageName.DECODE})
 """Stages whose work may begin before the router hears of their start: another node's message tells it."""
 
@@ -146,6 +153,8 @@ class TimelineRecorder:
 
     def build(self, num_tokens: int, attempts: int, now_s: float) -> Timeline:
         """Return the record at `now_s`; the last stage ends here."""
+        self._stages[-1].left_s = now_s
+        self._date_adoption_back()
         e2el_s = now_s - self._received_s
         first_s = now_s if self._first_token_s is None else self._first_token_s
         ttft_s = first_s - self._received_s
@@ -153,7 +162,7 @@ class TimelineRecorder:
             e2el_s=e2el_s,
             ttft_s=ttft_s,
             tpot_s=(e2el_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0,
-            stages=tuple(self._close(stage, now_s) for stage in self._stages),
+            stages=tuple(self._close(stage) for stage in self._stages),
             overlapped=self._overlapped,
             attempts=attempts,
             stalls=tuple(
@@ -162,12 +171,24 @@ class TimelineRecorder:
             ),
         )
 
-    def _close(self, stage: _OpenStage, now_s: float) -> Stage:
+    def _date_adoption_back(self) -> None:
+        """Move the cut between handover and decode to where it must have been at the latest.
+
+        The decode node's work lies between `adopted` and the last token. If it took longer than the router saw between the two,
+        the word `adopted` came late: it was true at least that long before the last token arrived. One clock for each
+        duration, and none is subtracted from another host's.
+        """
+        for before, stage in itertools.pairwise(self._stages):
+            if stage.name is not StageName.DECODE or before.name is not StageName.HANDOVER:
+                continue
+            late_s = sum(stage.nodes.values()) - stage.duration_s
+            if 0 < late_s + ROUNDING_S <= before.duration_s:
+                before.left_s = stage.entered_s = stage.entered_s - late_s - ROUNDING_S
+
+    def _close(self, stage: _OpenStage) -> Stage:
         """Return the finished stage. What cannot lie inside it is reported beside the sum, whole."""
-        left_s = now_s if stage.left_s is None else stage.left_s
-        duration_s = left_s - stage.entered_s
         nodes = tuple(NodeDuration(name, value) for name, value in stage.nodes.items())
-        if stage.name in MAY_OVERLAP and sum(node.duration_s for node in nodes) > duration_s:
+        if stage.name in MAY_OVERLAP and sum(node.duration_s for node in nodes) > stage.duration_s:
             self._overlapped.nodes += nodes
             nodes = ()
-        return Stage(stage.name, stage.attempt, duration_s, nodes)
+        return Stage(stage.name, stage.attempt, stage.duration_s, nodes)
