@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.hold import Hold, HoldStage
-from pdserve.core.work import FinishReason, SampledToken
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken
 from pdserve.decode_node.scheduler import (
     CancelTransfer,
     DecodeLimits,
@@ -14,14 +14,12 @@ from pdserve.decode_node.scheduler import (
     GrantTransfer,
     Instruction,
     ReportAdopted,
-    ReportEnd,
-    ReportRelease,
     ReportToken,
     StepPlan,
 )
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, SequenceEvent, SequenceState
 from pdserve.engine.blocks import BlockPool
-from pdserve.node.pb import LegOutcome
+from pdserve.node.reports import ReportEnd, ReportRelease
 from tests.node.works import leg, transfer, work
 
 EOS = 2

@@ -37,8 +37,7 @@ LEAK_GAUGES = (
     "kv_parked_opens",
     "kv_frames_in_sockets",
     "kv_staging_bytes",
-    "prefill.bound_transfers",
-    "decode.bound_transfers",
+    "bound_transfers",
 )
 """Gauges of a node that are zero when nothing is under way."""
 ROUTER_LEAK_GAUGES = ("sessions", "admitted", "waiting", "legs", "mailbox", "clients", "violations")

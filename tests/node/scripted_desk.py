@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import LegKey
-from pdserve.core.work import Work
+from pdserve.core.work import LegOutcome, Work
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.legs import Legs
-from pdserve.node.pb import LegOutcome, Peer
+from pdserve.node.pb import Peer
 
 
 @dataclass

@@ -5,8 +5,8 @@ import pytest
 from pdserve.core.clock import ManualClock
 from pdserve.core.errors import InternalError
 from pdserve.core.ids import Incarnation
+from pdserve.core.work import LegOutcome
 from pdserve.node.legs import MAX_TOMBSTONES, TOMBSTONE_S, Legs
-from pdserve.node.pb import LegOutcome
 from tests.node.works import ROUTER, leg
 
 

@@ -1,8 +1,8 @@
 """The outbox keeps tokens per sequence, in an order that a router can follow."""
 
-from pdserve.core.work import FinishReason
+from pdserve.core.work import FinishReason, LegOutcome
 from pdserve.node.outbox import Outbox
-from pdserve.node.pb import LegOutcome, ended_event, granted_event
+from pdserve.node.pb import ended_event, granted_event
 from tests.node.works import leg
 
 

@@ -23,6 +23,7 @@ from pdserve.kvtransfer.channel import Channel, ChannelEvent, Route
 from pdserve.kvtransfer.codec import decode
 from pdserve.kvtransfer.inprocess import InProcessNetwork
 from pdserve.kvtransfer.messages import Data
+from pdserve.node.bound_blocks import BoundBlocks
 from pdserve.prefill_node.handoff import Handoff
 from pdserve.prefill_node.job import JOB_TABLE, Job
 from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
@@ -121,7 +122,8 @@ def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
     mine, theirs = (
         LinkSettings(engine.identity, engine.capabilities, engine.layout, new_incarnation()) for _ in range(2)
     )
-    handoff = Handoff(engine)
+    bound = BoundBlocks()
+    handoff = Handoff(engine, bound)
     target = Engine.load(tmp_path, block_size=32, num_blocks=8)
     corridor = KvSendService(
         mine, handoff, sent, make_channel=lambda: WatchedChannel(network.channel(), enqueued, first_layer_left)
@@ -143,7 +145,7 @@ def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
         sent.wait(Granted)
         job = Job(leg, 0.0, LifeCycle(JOB_TABLE, "job", 0.0), BlockPool(16).lease(12, "job"))
         assert job.lease is not None
-        handoff.bind(leg.transfer_id, job.lease)
+        bound.bind(leg.transfer_id, job.lease)
         worker = PrefillWorker(engine, corridor.mark_ready, SystemClock())
         for start in range(0, NUM_TOKENS, CHUNK):
             stop = min(NUM_TOKENS, start + CHUNK)

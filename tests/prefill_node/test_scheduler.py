@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.hold import Hold, HoldStage
+from pdserve.core.work import LegOutcome
 from pdserve.engine.blocks import BlockPool
-from pdserve.node.pb import LegOutcome
+from pdserve.node.reports import ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, JobEvent, JobState
 from pdserve.prefill_node.scheduler import (
     AbortTransfer,
@@ -16,9 +17,7 @@ from pdserve.prefill_node.scheduler import (
     OpenTransfer,
     PrefillLimits,
     PrefillScheduler,
-    ReportEnd,
     ReportFirstToken,
-    ReportRelease,
     StepPlan,
 )
 from tests.node.works import leg, transfer, work

@@ -4,14 +4,13 @@ from dataclasses import dataclass, field
 
 from pdserve.core.build import Role
 from pdserve.core.ids import Incarnation, TransferId
-from pdserve.core.work import FinishReason, SampledToken
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken
 from pdserve.router.events import (
     Adopted,
     ClientLeft,
     Event,
     FirstToken,
     LegEnded,
-    LegOutcome,
     LegReleased,
     NodeLost,
     Placed,

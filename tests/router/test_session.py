@@ -6,16 +6,8 @@ import pytest
 
 from pdserve.core.build import Role
 from pdserve.core.errors import AttemptsExhausted, DeadlineExceeded, InvalidRequest, Overloaded, SlowReader
-from pdserve.core.work import FinishReason, SampledToken
-from pdserve.router.events import (
-    Aborted,
-    ClientLeft,
-    FirstToken,
-    LegOutcome,
-    PlacementRefused,
-    Tick,
-    Tokens,
-)
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken
+from pdserve.router.events import Aborted, ClientLeft, FirstToken, PlacementRefused, Tick, Tokens
 from pdserve.router.instructions import (
     Answer,
     CancelLeg,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.build import Role
 from pdserve.core.errors import SlowReader
-from pdserve.router.events import Aborted, ClientLeft, LegOutcome, Placed, Submitted, Tick
+from pdserve.core.work import LegOutcome
+from pdserve.router.events import Aborted, ClientLeft, Placed, Submitted, Tick
 from pdserve.router.instructions import Answer, Fail
 from tests.router.session_world import NODES, World
 

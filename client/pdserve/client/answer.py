@@ -68,6 +68,8 @@ class Overlapped:
     kv_frames: int
     pack_s: float
     reserve_wait_s: float
+    place_s: float
+    nodes: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

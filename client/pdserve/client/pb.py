@@ -101,6 +101,8 @@ def timeline_from_pb(message: timeline_pb2.Timeline) -> Timeline:
             kv_frames=overlapped.kv_frames,
             pack_s=overlapped.pack_s,
             reserve_wait_s=overlapped.reserve_wait_s,
+            place_s=overlapped.place_s,
+            nodes=tuple((node.name, node.duration_s) for node in overlapped.nodes),
         ),
         attempts=message.attempts,
         stalls=tuple(Stall(stall.attempt, stall.cause, stall.duration_s) for stall in message.stalls),

@@ -19,6 +19,18 @@ class FinishReason(IntEnum):
     LENGTH = 3
 
 
+class LegOutcome(IntEnum):
+    """How a node's leg of an attempt ended; the values are those of the contract."""
+
+    FINISHED = 1
+    CANCELLED = 2
+    BUSY = 3
+    REFUSED = 4
+    FAILED = 5
+    EVICTED = 6
+    DRAINED = 7
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How each token is chosen; every value resolved.

@@ -11,10 +11,10 @@ from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle
-from pdserve.core.work import SampledToken, Work
+from pdserve.core.work import LegOutcome, SampledToken, Work
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, Sequence, SequenceEvent, SequenceState
 from pdserve.engine.blocks import BlockLease, BlockPool
-from pdserve.node.pb import LegOutcome
+from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +59,7 @@ class ReportToken:
     token: SampledToken
 
 
-@dataclass(frozen=True, slots=True)
-class ReportEnd:
-    """Tell the router how the leg ended."""
-
-    leg: LegKey
-    outcome: LegOutcome
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRelease:
-    """Tell the router that nothing is left of the leg."""
-
-    leg: LegKey
-    durations_s: dict[str, float]
-
-
-Instruction = ExpectTransfer | GrantTransfer | CancelTransfer | ReportAdopted | ReportToken | ReportEnd | ReportRelease
+Instruction = ExpectTransfer | GrantTransfer | CancelTransfer | ReportAdopted | ReportToken | LegReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,11 @@
 """Runs a planned step on the engine, in the engine's thread: one forward pass, one token per sequence."""
 
-from dataclasses import dataclass
-
 from pdserve.core.clock import Clock
 from pdserve.decode_node.scheduler import StepPlan
 from pdserve.decode_node.sequence import Sequence
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A step's results: per sequence its (token id, log-probability), and how long the step took."""
-
-    sampled: tuple[tuple[int, float] | None, ...]
-    compute_s: float
+from pdserve.node.step_loop import StepRecord
 
 
 class DecodeWorker:

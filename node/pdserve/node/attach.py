@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.ids import Incarnation, LegKey
-from pdserve.core.work import Work
+from pdserve.core.work import LegOutcome, Work
 from pdserve.node import pb
 from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.outbox import Outbox
-from pdserve.node.pb import LegOutcome, Peer
+from pdserve.node.pb import Peer
 from pdserve.v1 import node_pb2
 
 STATUS_S = 1.0

@@ -14,10 +14,9 @@ from enum import Enum
 from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation, LegKey, SessionKey
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
-from pdserve.core.work import SampledToken
+from pdserve.core.work import LegOutcome, SampledToken
 from pdserve.node import pb
 from pdserve.node.outbox import Outbox
-from pdserve.node.pb import LegOutcome
 from pdserve.v1 import node_pb2
 
 MAX_TOMBSTONES = 4096

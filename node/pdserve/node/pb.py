@@ -2,25 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import ID_BYTES, Incarnation, LegKey, SessionKey, TransferId
-from pdserve.core.work import FinishReason, SampledToken, Sampling, Work
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken, Sampling, Work
 from pdserve.v1 import inference_pb2, node_pb2
-
-
-class LegOutcome(IntEnum):
-    """How a leg ended; the values are those of the contract."""
-
-    FINISHED = 1
-    CANCELLED = 2
-    BUSY = 3
-    REFUSED = 4
-    FAILED = 5
-    EVICTED = 6
-    DRAINED = 7
 
 
 @dataclass(frozen=True, slots=True)

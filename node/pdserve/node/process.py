@@ -5,8 +5,6 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable
 
-import psutil
-
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.settings import NodeSettings
@@ -14,6 +12,7 @@ from pdserve.node.attach import StreamSettings
 from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.service import NodeServicer
+from pdserve.rpc.process_gauges import process_gauges
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
@@ -93,19 +92,6 @@ async def _tick(desk: Desk, server: GrpcServer, step_limit_s: float, stopping: a
         await server.set_ready(is_ready)
         why = "a step is stuck" if is_stuck else "stopping" if stopping.is_set() else "no peer can be transferred to"
         logger.log(logging.INFO if is_ready else logging.WARNING, "ready" if is_ready else f"not ready: {why}")
-
-
-def process_gauges() -> dict[str, float]:
-    """Return gauges of the process itself, for the leak oracle: threads, open descriptors, tasks, resident bytes."""
-    process = psutil.Process()
-    with process.oneshot():
-        return {
-            "process.threads": float(process.num_threads()),
-            "process.descriptors": float(process.num_fds()),
-            "process.tasks": float(len(asyncio.all_tasks())),
-            "process.resident_bytes": float(process.memory_info().rss),
-            "process.cpu_s": float(sum(process.cpu_times()[:2])),
-        }
 
 
 class _Told(Exception):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pdserve.core.clock import Clock
@@ -12,6 +13,14 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step's results: per row of the plan its (token id, log-probability) or None, and how long the step took."""
+
+    sampled: tuple[tuple[int, float] | None, ...]
+    compute_s: float
 
 
 class StepLoop(Generic[P, R]):

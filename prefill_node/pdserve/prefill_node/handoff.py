@@ -1,39 +1,17 @@
-"""The end of the corridor on the prefill node: which blocks a transfer's KV lies in, packed straight from the pool."""
+"""The end of the corridor on the prefill node: KV packed straight from the pool."""
 
-from pdserve.core.errors import InternalError
 from pdserve.core.ids import TransferId
-from pdserve.engine.blocks import BlockLease
 from pdserve.engine.engine import Engine
+from pdserve.node.bound_blocks import BoundBlocks
 
 
 class Handoff:
-    """A `KvSource` over the engine's pool.
+    """A `KvSource` over the engine's pool. While it packs it holds the transfer's blocks."""
 
-    `bind` and `unbind` are called on the event loop's thread, before the first chunk of a prompt runs and after the corridor
-    closed the transfer; `pack` on the corridor's thread, in between. While it packs it holds the lease.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._leases: dict[TransferId, BlockLease] = {}
-
-    def bind(self, transfer_id: TransferId, lease: BlockLease) -> None:
-        """Name the blocks of a transfer."""
-        self._leases[transfer_id] = lease
-
-    def unbind(self, transfer_id: TransferId) -> None:
-        """Forget a transfer that is closed."""
-        self._leases.pop(transfer_id, None)
-
-    @property
-    def num_bound(self) -> int:
-        """Transfers whose blocks are known."""
-        return len(self._leases)
+    def __init__(self, engine: Engine, bound: BoundBlocks) -> None:
+        self._engine, self._bound = engine, bound
 
     def pack(self, transfer_id: TransferId, layers: range, tokens: range, into: memoryview) -> None:
         """Write the canonical wire form of a layer and token range into `into`; its size must fit exactly."""
-        lease = self._leases.get(transfer_id)
-        if lease is None:
-            raise InternalError(f"transfer {transfer_id.hex()[:8]} is packed without blocks")
-        with lease.hold() as block_ids:
+        with self._bound.hold(transfer_id) as block_ids:
             self._engine.pack(layers, block_ids, tokens, into)

@@ -5,9 +5,8 @@ from enum import Enum
 
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
-from pdserve.core.work import Work
+from pdserve.core.work import LegOutcome, Work
 from pdserve.engine.blocks import BlockLease
-from pdserve.node.pb import LegOutcome
 
 
 class JobState(Enum):

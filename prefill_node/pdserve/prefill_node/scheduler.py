@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.lifecycle import LifeCycle
-from pdserve.core.work import SampledToken, Work
+from pdserve.core.work import LegOutcome, SampledToken, Work
 from pdserve.engine.blocks import BlockLease, BlockPool
-from pdserve.node.pb import LegOutcome
+from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, Job, JobEvent, JobState
 
 
@@ -59,27 +59,7 @@ class ReportFirstToken:
     durations_s: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportEnd:
-    """Tell the router how the leg ended."""
-
-    leg: LegKey
-    outcome: LegOutcome
-    reason: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRelease:
-    """Tell the router that nothing is left of the leg."""
-
-    leg: LegKey
-    durations_s: Mapping[str, float]
-    kv_bytes: int
-    kv_frames: int
-
-
-Instruction = OpenTransfer | BindBlocks | CommitTransfer | AbortTransfer | ReportFirstToken | ReportEnd | ReportRelease
+Instruction = OpenTransfer | BindBlocks | CommitTransfer | AbortTransfer | ReportFirstToken | LegReport
 
 
 @dataclass(frozen=True, slots=True)

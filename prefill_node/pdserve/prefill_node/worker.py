@@ -1,24 +1,16 @@
 """Runs a planned step on the engine, in the engine's thread, and marks every layer ready the moment it is written."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
 from pdserve.core.ids import TransferId
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
+from pdserve.node.step_loop import StepRecord
 from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
 
 MarkReady = Callable[[TransferId, range, range], None]
 """Given (transfer, layers, token positions): these lie in the pool now."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A step's results: per chunk the sampled (token id, log-probability) or None, and how long it took."""
-
-    sampled: tuple[tuple[int, float] | None, ...]
-    compute_s: float
 
 
 class PrefillWorker:

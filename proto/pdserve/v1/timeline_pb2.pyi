@@ -154,6 +154,7 @@ class Overlapped(_message.Message):
     PACK_S_FIELD_NUMBER: _builtins.int
     RESERVE_WAIT_S_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    PLACE_S_FIELD_NUMBER: _builtins.int
     exposed_transfer_s: _builtins.float
     """First token sampled to ACK, on the prefill node's clock, seconds: transfer that compute did not hide."""
     kv_bytes: _builtins.int
@@ -164,10 +165,12 @@ class Overlapped(_message.Message):
     """Time spent packing on the prefill node, seconds."""
     reserve_wait_s: _builtins.float
     """Time from the decode submit to the grant, on the decode node's clock, seconds."""
+    place_s: _builtins.float
+    """Time spent checking and placing KV on the decode node, seconds; most of it while the prompt is still computed."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDuration]:
-        """Node durations that are larger than their handover or decode stage: the work began in an earlier stage, as placing KV
-        does while the prompt is still computed. Moved here whole, never trimmed to fit.
+        """Node durations that are larger than their stage: the work began before the router heard of it. Moved here whole, never
+        trimmed to fit.
         """
 
     def __init__(
@@ -179,10 +182,11 @@ class Overlapped(_message.Message):
         pack_s: _builtins.float = ...,
         reserve_wait_s: _builtins.float = ...,
         nodes: _abc.Iterable[Global___NodeDuration] | None = ...,
+        place_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "nodes", b"nodes", "pack_s", b"pack_s", "reserve_wait_s", b"reserve_wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "nodes", b"nodes", "pack_s", b"pack_s", "place_s", b"place_s", "reserve_wait_s", b"reserve_wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,23 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
-from pdserve.core.work import SampledToken
-
-
-class LegOutcome(IntEnum):
-    """How a leg ended; the values are those of the contract."""
-
-    FINISHED = 1
-    CANCELLED = 2
-    BUSY = 3
-    REFUSED = 4
-    FAILED = 5
-    EVICTED = 6
-    DRAINED = 7
+from pdserve.core.work import LegOutcome, SampledToken
 
 
 @dataclass(frozen=True, slots=True)

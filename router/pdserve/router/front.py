@@ -16,13 +16,13 @@ from pdserve.router.instructions import Answer, Fail
 from pdserve.router.membership import Membership
 from pdserve.router.output import OutputText
 from pdserve.router.placement import length_limits
-from pdserve.router.process_gauges import process_gauges
 from pdserve.router.request import TextInput, TokenInput, ValidRequest
 from pdserve.router.sessions import OpenSession, Sessions
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
 from pdserve.router.validation import input_field, resolve_max_tokens, validate
 from pdserve.rpc.errors import abort_with
+from pdserve.rpc.process_gauges import process_gauges
 from pdserve.v1 import inference_pb2
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name

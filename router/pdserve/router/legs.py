@@ -6,7 +6,7 @@ from enum import Enum
 from pdserve.core.build import Role
 from pdserve.core.ids import Incarnation
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
-from pdserve.router.events import LegOutcome
+from pdserve.core.work import LegOutcome
 
 
 class LegState(Enum):

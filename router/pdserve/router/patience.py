@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pdserve.core.errors import AttemptsExhausted, InvalidRequest, NoNodes, Overloaded, PdserveError
 from pdserve.core.ids import Incarnation
-from pdserve.router.events import LegEnded, LegOutcome
+from pdserve.core.work import LegOutcome
+from pdserve.router.events import LegEnded
 
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0

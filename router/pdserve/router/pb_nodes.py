@@ -6,17 +6,8 @@ from dataclasses import dataclass
 
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
-from pdserve.core.work import FinishReason, SampledToken, Sampling
-from pdserve.router.events import (
-    Adopted,
-    FirstToken,
-    Granted,
-    LegEnded,
-    LegEvent,
-    LegOutcome,
-    LegReleased,
-    Tokens,
-)
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken, Sampling
+from pdserve.router.events import Adopted, FirstToken, Granted, LegEnded, LegEvent, LegReleased, Tokens
 from pdserve.router.instructions import Submit
 from pdserve.router.nodes import Hello, KvEndpoint, Status
 from pdserve.rpc.process import process_from_pb

@@ -11,7 +11,7 @@ from pdserve.core.build import Role
 from pdserve.core.errors import DeadlineExceeded, InternalError, PdserveError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.lifecycle import LifeCycle
-from pdserve.core.work import SampledToken
+from pdserve.core.work import LegOutcome, SampledToken
 from pdserve.router.events import (
     Aborted,
     Adopted,
@@ -21,7 +21,6 @@ from pdserve.router.events import (
     Granted,
     LegEnded,
     LegEvent,
-    LegOutcome,
     LegReleased,
     NodeLost,
     Placed,

@@ -69,6 +69,7 @@ class Overlapped:
     exposed_transfer_s: float = 0.0
     pack_s: float = 0.0
     reserve_wait_s: float = 0.0
+    place_s: float = 0.0
     kv_bytes: int = 0
     kv_frames: int = 0
     nodes: list[NodeDuration] = field(default_factory=list)
@@ -101,9 +102,7 @@ class _OpenStage:
         return 0.0 if self.left_s is None else self.left_s - self.entered_s
 
 
-OVERLAPPED_NAMES = frozenset(
-    {"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "prefill.send", "decode.receive"}
-)
+OVERLAPPED_NAMES = frozenset({"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "decode.place"})
 """Durations that overlap the stages and are never nested in one."""
 
 ROUNDING_S = 1e-9
@@ -148,6 +147,7 @@ class TimelineRecorder:
         beside.exposed_transfer_s += durations_s.get("prefill.exposed_transfer", 0.0)
         beside.pack_s += durations_s.get("prefill.pack", 0.0)
         beside.reserve_wait_s += durations_s.get("decode.reserve_wait", 0.0)
+        beside.place_s += durations_s.get("decode.place", 0.0)
         beside.kv_bytes += kv_bytes
         beside.kv_frames += kv_frames
 

@@ -1,0 +1,196 @@
+"""What the desks of both roles share: the step loop around a pure scheduler, the block pool, and what is told of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from pdserve.core.clock import Clock
+from pdserve.core.ids import Incarnation, LegKey
+from pdserve.core.work import LegOutcome
+from pdserve.engine.blocks import BlockPool
+from pdserve.engine.engine import Engine
+from pdserve.kvtransfer import PeerDown, PeerRefused, PeerUp
+from pdserve.node.bound_blocks import BoundBlocks
+from pdserve.node.desk import violations
+from pdserve.node.legs import Legs
+from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
+from pdserve.node.step_loop import StepLoop, StepRecord
+
+P = TypeVar("P")
+I = TypeVar("I")  # noqa: E741 - an instruction
+
+
+class StepScheduler(Protocol[P, I]):
+    """A pure scheduler, as the step loop sees it."""
+
+    def plan(self, now_s: float) -> tuple[P | None, list[I]]:
+        """Return the next step, or None, and what to do before it."""
+        ...
+
+    def step_done(
+        self, plan: P, sampled: Sequence[tuple[int, float] | None], compute_s: float, now_s: float
+    ) -> list[I]:
+        """Take a step's results."""
+        ...
+
+    def step_failed(self, plan: P, detail: str, now_s: float) -> list[I]:
+        """Take the failure of a step."""
+        ...
+
+    def cancel(self, leg: LegKey, outcome: LegOutcome, reason: str, now_s: float) -> list[I]:
+        """End a leg at whatever stage it is."""
+        ...
+
+    def expire(self, now_s: float) -> list[I]:
+        """Act on deadlines that passed."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Requests that stand at the test hook."""
+        ...
+
+    def describe(self, now_s: float) -> list[dict[str, object]]:
+        """Return every request's state and age."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raise if the books do not agree."""
+        ...
+
+
+class Corridor(Protocol):
+    """Either end of the corridor, as a desk watches it."""
+
+    def gauges(self) -> dict[str, float]:
+        """Return its gauges."""
+        ...
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return its machines' states."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raise if its books do not agree."""
+        ...
+
+    def stop(self, timeout_s: float) -> bool:
+        """End its thread."""
+        ...
+
+
+class EngineDesk(ABC, Generic[P, I]):
+    """A desk over one engine, one pool and one end of the corridor. All methods run on the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: BlockPool,
+        scheduler: StepScheduler[P, I],
+        legs: Legs,
+        clock: Clock,
+        load_changed: Callable[[], None],
+    ) -> None:
+        self._engine, self._pool, self._legs, self._clock = engine, pool, legs, clock
+        self._steps_of = scheduler
+        self._load_changed = load_changed
+        self._bound = BoundBlocks()
+        self._connected: set[Incarnation] = set()
+
+    def _open(self, corridor: Corridor, execute: Callable[[P], StepRecord]) -> None:
+        """Watch the corridor, which was started, and have the step loop run plans by `execute`."""
+        self._watched = corridor
+        self._steps: StepLoop[P, StepRecord] = StepLoop(
+            plan=self._plan, execute=execute, apply=self._apply, fail=self._fail, clock=self._clock
+        )
+
+    def cancel(self, leg: LegKey, reason: str) -> None:
+        """End a leg."""
+        self._do(self._steps_of.cancel(leg, LegOutcome.CANCELLED, reason, self._clock.now_s()))
+
+    def drain(self, leg: LegKey) -> None:
+        """Hand a leg back."""
+        self._do(self._steps_of.cancel(leg, LegOutcome.DRAINED, "draining", self._clock.now_s()))
+
+    def tick(self, now_s: float) -> None:
+        """Act on deadlines that passed."""
+        self._do(self._steps_of.expire(now_s))
+
+    def step_age_s(self) -> float:
+        """Return the age of the running step, seconds."""
+        return self._steps.step_age_s()
+
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges of both roles, and the corridor's."""
+        gauges = {
+            "held": self._steps_of.num_held,
+            "steps": self._steps.num_steps,
+            "failed_steps": self._steps.num_failed_steps,
+            "forwards": self._engine.num_forwards,
+            "blocks.total": self._pool.num_blocks,
+            "blocks.free": self._pool.num_free,
+            "blocks.used": self._pool.num_used,
+            "blocks.reserved": self._pool.num_reserved,
+            "blocks.cached": self._pool.num_cached,
+            "bound_transfers": len(self._bound),
+        }
+        return {name: float(value) for name, value in gauges.items()} | self._watched.gauges()
+
+    def describe(self) -> dict[str, object]:
+        """Return every machine's state and age."""
+        return {
+            "requests": self._steps_of.describe(self._clock.now_s()),
+            "transfers": self._watched.describe(),
+            "lease_owners": self._pool.owners,
+        }
+
+    def check_invariants(self) -> list[str]:
+        """Return what is wrong."""
+        return violations((self._steps_of.check_invariants, self._watched.check_invariants))
+
+    async def run(self) -> None:
+        """Run the step loop until cancelled."""
+        await self._steps.run()
+
+    def close(self) -> None:
+        """Stop the engine's thread and the corridor."""
+        self._steps.close()
+        self._watched.stop(timeout_s=2.0)
+
+    @abstractmethod
+    def _execute(self, instruction: I) -> None:
+        """Do what the scheduler wants."""
+
+    def _report(self, report: LegReport) -> None:
+        match report:
+            case ReportEnd():
+                self._legs.end(report.leg, report.outcome, report.reason, report.detail)
+            case ReportRelease():
+                self._legs.release(report.leg, report.durations_s, report.kv_bytes, report.kv_frames)
+
+    def _on_peer(self, event: PeerUp | PeerDown | PeerRefused) -> None:
+        if isinstance(event, PeerUp):
+            self._connected.add(event.incarnation)
+        else:
+            self._connected.discard(event.incarnation)
+        self._load_changed()
+
+    def _do(self, instructions: Sequence[I], *, wake: bool = True) -> None:
+        for instruction in instructions:
+            self._execute(instruction)
+        if wake:
+            self._steps.wake()
+        if instructions:
+            self._load_changed()
+
+    def _plan(self) -> P | None:
+        plan, instructions = self._steps_of.plan(self._clock.now_s())
+        self._do(instructions, wake=False)
+        return plan
+
+    def _apply(self, plan: P, record: StepRecord) -> None:
+        now_s = self._clock.now_s()
+        self._do(self._steps_of.step_done(plan, record.sampled, record.compute_s, now_s), wake=False)
+
+    def _fail(self, plan: P, error: Exception) -> None:
+        self._do(self._steps_of.step_failed(plan, str(error), self._clock.now_s()), wake=False)
