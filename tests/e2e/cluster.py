@@ -20,6 +20,7 @@ from pdserve.client import Answer, Client, Options
 from pdserve.client.answer import ClusterState
 from pdserve.client.request import Prompt
 from pdserve.rpc.options import channel_options
+from pdserve.rpc.secret import secret_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,7 @@ class Cluster:
 
     model: str
     folder: Path
+    secret: bytes | None = None
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: Client = field(init=False)
@@ -81,7 +83,9 @@ class Cluster:
         """Ask a node for its debug dump."""
         async with grpc.aio.insecure_channel(self.nodes[name].grpc, options=channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            return await stub.GetState(node_pb2.GetStateRequest(), timeout=DEADLINE_S)
+            return await stub.GetState(
+                node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=secret_metadata(self.secret)
+            )
 
     async def gauge(self, node: str, name: str) -> float:
         """Return one gauge of a node."""
@@ -232,15 +236,17 @@ async def start_cluster(
     prefill: tuple[tuple[str, ...], ...] = ((),),
     decode: tuple[tuple[str, ...], ...] = ((),),
     router: tuple[str, ...] = (),
+    secret: str | None = None,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
-    cluster = Cluster(str(model), folder)
+    cluster = Cluster(str(model), folder, None if secret is None else secret.encode())
+    guard = () if secret is None else ("--cluster-secret", secret)
     try:
         for number, options in enumerate(prefill):
-            cluster.start_node("prefill", f"prefill{number}", *options)
+            cluster.start_node("prefill", f"prefill{number}", *options, *guard)
         for number, options in enumerate(decode):
-            cluster.start_node("decode", f"decode{number}", *options)
-        cluster.start_router(*router)
+            cluster.start_node("decode", f"decode{number}", *options, *guard)
+        cluster.start_router(*router, *guard)
         await cluster.until_ready(len(prefill) + len(decode))
         cluster.baseline = await cluster.num_tasks()
         yield cluster

@@ -137,11 +137,12 @@ async def test_eviction_is_resumed_and_exact(tiny: Path, tmp_path: Path) -> None
 
 
 async def test_a_secret_keeps_strangers_out(tiny: Path, tmp_path: Path) -> None:
-    secret = ("--cluster-secret", "a secret of the test")
-    async with start_cluster(tiny, tmp_path, prefill=(secret,), decode=(secret,), router=secret) as cluster:
+    async with start_cluster(tiny, tmp_path, secret="a secret of the test") as cluster:
         prompt = prompt_ids("secret")
         options = Options(max_tokens=NUM_TOKENS)
         assert (await cluster.answer(tuple(prompt), options)).token_ids == expected_tokens(tiny, prompt, NUM_TOKENS)[0]
+        await cluster.leak_oracle()
+        cluster.secret = b"a guess"
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await cluster.node_state("decode0")
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
