@@ -38,7 +38,7 @@ async def serve_node(settings: NodeSettings, make_desk: MakeDesk) -> None:
     server.add(service_name, lambda target: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, target))
     await server.start()
     address = f"{settings.advertised_host}:{server.port}"
-    logger.info("listening on %s; loading %s", address, settings.model)
+    logger.info("listening on %s:%d as %s; loading %s", settings.host, server.port, address, settings.model)
     announce(settings.ready_fd, {"grpc": address})
     try:
         desk, process = await stops.unless_told(make_desk(servicer.legs, clock, servicer.load_changed))

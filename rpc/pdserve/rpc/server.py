@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import AddressInUse
 from pdserve.rpc.options import server_options
+from pdserve.rpc.ports import check_port
 
 LIVENESS = "liveness"
 """Health service name that is SERVING as long as the event loop runs; "" tells readiness."""
@@ -37,16 +38,17 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises AddressInUse if the port is taken."""
+        check_port(self._host, self._asked_port, "--port")
         reflection.enable_server_reflection(self._names, self._server)
         await self.set_ready(False)
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             self.port = self._server.add_insecure_port(f"{host}:{self._asked_port}")
-        except RuntimeError as error:
+        except RuntimeError:
             raise AddressInUse(
-                f"cannot listen on {host}:{self._asked_port}: {error}",
-                hint="another process has the port, or the host is not this machine's; choose another --port or --host",
+                f"cannot listen on {host}:{self._asked_port}",
+                hint="another process took the port just now; choose another --port",
             ) from None
         await self._server.start()
 
