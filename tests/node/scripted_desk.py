@@ -1,5 +1,6 @@
 """A desk that only writes down what it is told: the Attach stream is what these tests are about."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from pdserve.core.identity import Capabilities, Identity
@@ -59,6 +60,9 @@ class ScriptedDesk:
 
     async def run(self) -> None:
         pass
+
+    async def wait_broken(self) -> str:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return] # never done
 
     def close(self) -> None:
         pass

@@ -225,7 +225,7 @@ class RouterStream:
             self._legs.tell_released(key)
 
     def _submit(self, key: LegKey, message: node_pb2.Submit, prompt_ids: tuple[int, ...]) -> None:
-        if not self._legs.open(key):
+        if not self._legs.open(key, message.request_label):
             return
         if self._is_draining():
             self._legs.refuse(key, LegOutcome.DRAINED, "draining", "the node takes no new work")

@@ -86,6 +86,10 @@ class Desk(Protocol):
         """Run the step loop until cancelled."""
         ...
 
+    async def wait_broken(self) -> str:
+        """Return why the desk cannot go on, once it cannot: the process should end, and be started again."""
+        ...
+
     def close(self) -> None:
         """Stop threads and sockets. Every leg has been released or abandoned."""
         ...

@@ -1,5 +1,6 @@
 """What the desks of both roles share: the step loop around a pure scheduler, the block pool, and what is told of them."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -96,6 +97,7 @@ class EngineDesk(ABC, Generic[P, I]):
         self._load_changed = load_changed
         self._bound = BoundBlocks()
         self._connected: set[Incarnation] = set()
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def _open(self, corridor: Corridor, execute: Callable[[P], StepRecord]) -> None:
         """Watch the corridor, which was started, and have the step loop run plans by `execute`."""
@@ -147,6 +149,10 @@ class EngineDesk(ABC, Generic[P, I]):
     def check_invariants(self) -> list[str]:
         """Return what is wrong."""
         return violations((self._steps_of.check_invariants, self._watched.check_invariants))
+
+    async def wait_broken(self) -> str:
+        """Return why the corridor broke, once it has."""
+        return await self._broken
 
     async def run(self) -> None:
         """Run the step loop until cancelled."""

@@ -6,6 +6,7 @@ repeated submits and cancels, bounded in number and time.
 
 import asyncio
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from pdserve.core.work import LegOutcome, SampledToken
 from pdserve.node import pb
 from pdserve.node.outbox import Outbox
 from pdserve.v1 import node_pb2
+
+logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 4096
 TOMBSTONE_S = 120.0
@@ -55,8 +58,18 @@ LEG_TABLE = TransitionTable(
 class _Leg:
     key: LegKey
     life: LifeCycle[LegState, LegMove]
+    label: str = ""
     released: node_pb2.LegEvent | None = None
     released_s: float = 0.0
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return {
+            "request_id": self.label,
+            "session_id": self.key.session.session_id,
+            "attempt": self.key.attempt,
+            "peer": self.key.session.router.hex()[:8],
+        }
 
 
 class Legs:
@@ -72,6 +85,8 @@ class Legs:
         self._open: dict[LegKey, _Leg] = {}
         self._over: OrderedDict[LegKey, _Leg] = OrderedDict()
         self._released = asyncio.Event()
+        self.num_finished = 0
+        """Legs that did their part, in all."""
 
     @property
     def num_open(self) -> int:
@@ -88,14 +103,16 @@ class Legs:
         self._outboxes.pop(router, None)
         return [key for key in self._open if key.session.router == router]
 
-    def open(self, key: LegKey) -> bool:
-        """Open a leg. False if it is known already; a released one is told again."""
+    def open(self, key: LegKey, label: str = "") -> bool:
+        """Open a leg. False if it is known already; a released one is told again. `label` is the client's, for logs."""
         if key in self._open:
             return False
         if key in self._over:
             self.tell_released(key)
             return False
-        self._open[key] = _Leg(key, LifeCycle(LEG_TABLE, str(key), self._clock.now_s()))
+        leg = _Leg(key, LifeCycle(LEG_TABLE, str(key), self._clock.now_s()), label)
+        self._open[key] = leg
+        logger.debug("leg opened", extra=leg.log_fields)
         return True
 
     def is_open(self, key: LegKey) -> bool:
@@ -136,6 +153,11 @@ class Legs:
         leg = self._open.get(key)
         if leg is None or not leg.life.advance(LegMove.END, self._clock.now_s()):
             return False
+        self.num_finished += outcome is LegOutcome.FINISHED
+        if outcome not in (LegOutcome.FINISHED, LegOutcome.CANCELLED):
+            logger.warning("leg %s: %s %s", outcome.name.lower(), reason, detail, extra=leg.log_fields)
+        else:
+            logger.debug("leg %s: %s", outcome.name.lower(), reason, extra=leg.log_fields)
         self._tell(key, pb.ended_event(key, outcome, reason, detail))
         return True
 

@@ -80,13 +80,11 @@ def _hand_over(loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[Engine], 
 
 
 def _load(settings: NodeSettings) -> Engine:
-    import torch
-
     from pdserve.engine.engine import Engine
 
     device = settings.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cpu"  # until the GPU path has run on a GPU, only who asks for it by name gets it
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"

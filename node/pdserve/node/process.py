@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import signal
+import os
 from collections.abc import Awaitable, Callable
 
 from pdserve.core.build import ProcessInfo
@@ -14,9 +14,12 @@ from pdserve.node.legs import Legs
 from pdserve.node.service import NodeServicer
 from pdserve.rpc.process_gauges import process_gauges
 from pdserve.rpc.server import GrpcServer, announce
+from pdserve.rpc.stops import StopSignals
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 TICK_S = 0.5
+EXIT_STUCK = 70
+"""Exit status of a node whose engine or corridor cannot be stopped in an orderly way (EX_SOFTWARE of sysexits.h)."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,95 +33,110 @@ async def serve_node(settings: NodeSettings, make_desk: MakeDesk) -> None:
     The first SIGTERM or SIGINT drains within `settings.drain_s`; the second stops at once.
     """
     clock = SystemClock()
-    stops = _Stops(asyncio.get_running_loop())
     streams = StreamSettings(settings.lease_s, settings.beat_s, settings.max_waiting)
     servicer = NodeServicer(streams, settings.secret, clock)
     server = GrpcServer(settings.host, settings.port)
     service_name = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
     server.add(service_name, lambda target: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, target))
-    await server.start()
-    address = f"{settings.advertised_host}:{server.port}"
-    logger.info("listening on %s:%d as %s; loading %s", settings.host, server.port, address, settings.model)
-    announce(settings.ready_fd, {"grpc": address})
-    try:
-        desk, process = await stops.unless_told(make_desk(servicer.legs, clock, servicer.load_changed))
+    with StopSignals().installed() as stops:
+        await server.start()
+        address = f"{settings.advertised_host}:{server.port}"
+        logger.info("listening on %s:%d as %s; loading %s", settings.host, server.port, address, settings.model)
+        announce(settings.ready_fd, {"grpc": address})
         try:
-            await _work(settings, server, servicer, desk, process, stops, clock)
+            made = await _unless_told(stops, make_desk(servicer.legs, clock, servicer.load_changed))
+            if made is None:
+                logger.info("stopped before the model was loaded")
+                return
+            await _Node(settings, server, servicer, *made, stops, clock).run()
         finally:
-            desk.close()
-    except _Told:
-        logger.info("stopped before the model was loaded")
-    finally:
-        await server.stop(0.2)
+            await server.stop(0.2)
 
 
-async def _work(
-    settings: NodeSettings,
-    server: GrpcServer,
-    servicer: NodeServicer,
-    desk: Desk,
-    process: ProcessInfo,
-    stops: "_Stops",
-    clock: Clock,
-) -> None:
-    servicer.open_for_work(desk, process, process_gauges)
-    logger.info("loaded; waiting for routers", extra={"incarnation": process.incarnation.hex()})
-    async with asyncio.TaskGroup() as tasks:
-        ticks = _tick(desk, server, settings.step_limit_s, stops.first, clock)
-        loops = [tasks.create_task(desk.run()), tasks.create_task(ticks)]
-        await stops.first.wait()
-        await server.set_ready(False)
-        logger.info("draining for up to %g s; a second signal stops at once", settings.drain_s)
-        drained = tasks.create_task(servicer.drain(settings.drain_s))
-        second = tasks.create_task(stops.second.wait())
+class _Node:
+    """A loaded node, from its first router to its end."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        server: GrpcServer,
+        servicer: NodeServicer,
+        desk: Desk,
+        process: ProcessInfo,
+        stops: StopSignals,
+        clock: Clock,
+    ) -> None:
+        self._settings, self._server, self._servicer = settings, server, servicer
+        self._desk, self._process, self._stops, self._clock = desk, process, stops, clock
+
+    async def run(self) -> None:
+        """Work until told to stop, or until the desk cannot go on; then leave nothing behind."""
+        self._servicer.open_for_work(self._desk, self._process, process_gauges)
+        logger.info("loaded; waiting for routers", extra={"incarnation": self._process.incarnation.hex()})
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(self._desk.run()), tasks.create_task(self._tick())]
+            stopping = tasks.create_task(self._stops.first.wait())
+            broken = tasks.create_task(self._desk.wait_broken())
+            await asyncio.wait({stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                self._leave_at_once(f"the node cannot go on: {broken.result()}")
+            await self._drain(tasks)
+            self._servicer.close_streams("the node stops")
+            if self._desk.step_age_s() > self._settings.step_limit_s:
+                self._leave_at_once("the running step is stuck")
+            for task in (*loops, stopping, broken):
+                task.cancel()
+        self._desk.close()
+        logger.info("stopped")
+
+    async def _drain(self, tasks: asyncio.TaskGroup) -> None:
+        drain_s = self._settings.drain_s
+        logger.info("draining for up to %g s; a second signal stops at once", drain_s)
+        drained = tasks.create_task(self._servicer.drain(drain_s))
+        second = tasks.create_task(self._stops.second.wait())
         await asyncio.wait({drained, second}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drained, second, *loops):
-            task.cancel()
-        servicer.close_streams("the node stops")
-    logger.info("stopped")
+        if second.done():
+            # A step may be running in a thread that nothing can end: routers learn from the broken streams.
+            self._leave_at_once("a second signal")
+        second.cancel()
+
+    async def _tick(self) -> None:
+        """Have the desk look at its deadlines, and keep readiness true."""
+        was_ready = False
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._desk.tick(self._clock.now_s())
+            fault = self._why_not_ready()
+            if (not fault) == was_ready:
+                continue
+            was_ready = not fault
+            await self._server.set_ready(was_ready)
+            logger.log(logging.INFO if was_ready else logging.WARNING, f"not ready: {fault}" if fault else "ready")
+
+    def _why_not_ready(self) -> str:
+        """Return what keeps the node from serving: a stuck step, a drain, or that there is no peer to transfer to."""
+        if self._desk.step_age_s() > self._settings.step_limit_s:
+            return "a step is stuck"
+        if self._servicer.is_draining:
+            return "draining"
+        return "" if self._desk.load().connected_peers else "no peer can be transferred to"
+
+    def _leave_at_once(self, why: str) -> None:
+        """End the process without waiting for threads that may never end."""
+        logger.error("leaving at once: %s", why)
+        logging.shutdown()
+        os._exit(EXIT_STUCK)
 
 
-async def _tick(desk: Desk, server: GrpcServer, step_limit_s: float, stopping: asyncio.Event, clock: Clock) -> None:
-    """Have the desk look at its deadlines, and keep readiness true: able to transfer, and not stuck in a step."""
-    was_ready = False
-    while True:
-        await asyncio.sleep(TICK_S)
-        desk.tick(clock.now_s())
-        is_stuck = desk.step_age_s() > step_limit_s
-        is_ready = bool(desk.load().connected_peers) and not is_stuck and not stopping.is_set()
-        if is_ready == was_ready:
-            continue
-        was_ready = is_ready
-        await server.set_ready(is_ready)
-        why = "a step is stuck" if is_stuck else "stopping" if stopping.is_set() else "no peer can be transferred to"
-        logger.log(logging.INFO if is_ready else logging.WARNING, "ready" if is_ready else f"not ready: {why}")
-
-
-class _Told(Exception):
-    """The process was told to stop."""
-
-
-class _Stops:
-    """Counts the signals that ask the process to stop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-    async def unless_told(self, work: Awaitable[tuple[Desk, ProcessInfo]]) -> tuple[Desk, ProcessInfo]:
-        """Return what `work` returns; raise _Told if a signal comes first."""
-        running = asyncio.ensure_future(work)
-        told = asyncio.ensure_future(self.first.wait())
-        try:
-            await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise _Told
-            return running.result()
-        finally:
-            told.cancel()
-            running.cancel()
+async def _unless_told(
+    stops: StopSignals, work: Awaitable[tuple[Desk, ProcessInfo]]
+) -> tuple[Desk, ProcessInfo] | None:
+    """Return what `work` returns, or None if a signal comes first."""
+    running = asyncio.ensure_future(work)
+    told = asyncio.ensure_future(stops.first.wait())
+    try:
+        await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else None
+    finally:
+        told.cancel()
+        running.cancel()

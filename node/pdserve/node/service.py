@@ -39,7 +39,6 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._process: ProcessInfo | None = None
         self._process_gauges: Callable[[], dict[str, float]] = dict
         self._draining = False
-        self._num_handed_back = 0
 
     def open_for_work(self, desk: Desk, process: ProcessInfo, process_gauges: Callable[[], dict[str, float]]) -> None:
         """Accept routers from now on."""
@@ -62,22 +61,20 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             await abort_with(context, error)
         fields = {"peer": stream.router.hex()[:8]}
         logger.info("a router attached", extra=fields)
-        await context.write(node_pb2.AttachResponse(hello=self._node_hello(desk, process)))
-        tasks = [
-            asyncio.create_task(stream.watch()),
-            asyncio.create_task(stream.read(request_iterator)),
-            asyncio.create_task(stream.write(context.write)),
-        ]
-        for task in tasks:
-            task.add_done_callback(lambda task: stream.close(_why_it_ended(task)))
+        tasks: list[asyncio.Task[None]] = []
         try:
+            await context.write(node_pb2.AttachResponse(hello=self._node_hello(desk, process)))
+            parts = (stream.watch(), stream.read(request_iterator), stream.write(context.write))
+            tasks += [asyncio.create_task(part) for part in parts]
+            for task in tasks:
+                task.add_done_callback(lambda task: stream.close(_why_it_ended(task)))
             await stream.wait_closed()
         finally:
             stream.close("the stream broke")
             self._unregister(stream, desk)
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
             logger.info("a router left: %s", stream.close_reason, extra=fields)
 
     async def Drain(  # noqa: N802 - the contract's name
@@ -88,11 +85,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             self._checked(context)
         except PdserveError as error:
             await abort_with(context, error)
-        before = self.legs.num_open
-        await self.drain(request.deadline_s)
-        return node_pb2.DrainResponse(
-            num_finished=max(0, before - self._num_handed_back), num_handed_back=self._num_handed_back
-        )
+        before = self.legs.num_finished
+        num_handed_back = await self.drain(request.deadline_s)
+        return node_pb2.DrainResponse(num_finished=self.legs.num_finished - before, num_handed_back=num_handed_back)
 
     async def GetState(  # noqa: N802 - the contract's name
         self,
@@ -124,19 +119,25 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             **self._process_gauges(),
         }
 
-    async def drain(self, deadline_s: float) -> None:
-        """Refuse new work and return when every leg is released; past the deadline legs are handed back."""
+    @property
+    def is_draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._draining
+
+    async def drain(self, deadline_s: float) -> int:
+        """Refuse new work and wait until every leg is released; past the deadline hand the rest back, and count those."""
         self._draining = True
         self.load_changed()
         await self.legs.wait_all_released(deadline_s)
         if self._desk is None:
-            return
-        for key in self.legs.open_keys():
-            self._num_handed_back += 1
+            return 0
+        late = self.legs.open_keys()
+        for key in late:
             self._desk.drain(key)
         await self.legs.wait_all_released(self._settings.lease_s)
         for stream in list(self._streams.values()):
             await stream.wait_all_sent(self._settings.lease_s)
+        return len(late)
 
     def close_streams(self, reason: str) -> None:
         """End every router's stream."""

@@ -21,7 +21,7 @@ def code_of(error: PdserveError) -> grpc.StatusCode:
 
 
 def status_of(error: PdserveError) -> status_pb2.Status:
-    """Return the full status: ErrorInfo always; BadRequest with a field; RetryInfo with a time; Help text as hint."""
+    """Return the full status: ErrorInfo always (the hint is in its metadata); BadRequest with a field; RetryInfo with a time."""
     metadata = dict(error.metadata)
     if error.hint:
         metadata["hint"] = error.hint
