@@ -45,6 +45,27 @@ ROUTER_LEAK_GAUGES = ("sessions", "admitted", "waiting", "legs", "mailbox", "cli
 """The same of a router, by prefix."""
 
 
+NEVER = ("kv_io_errors_total", "failed_steps", "violations")
+"""Gauges that must stay zero."""
+GROWS = (
+    "steps",
+    "forwards",
+    "failed_steps",
+    "process.resident_bytes",
+    "process.cpu_s",
+    "process.threads",
+    "blocks.free",
+)
+"""Gauges that need not come back: they only grow, or say how much is left. (Threads are made at first use and kept.)"""
+SLACK = {"process.descriptors": 8}
+"""Connections of the test's own calls come and go; 8 is far below one per request."""
+
+
+def is_watched(gauge: str) -> bool:
+    """Whether a gauge has to come back to where it began."""
+    return not gauge.endswith("_total") and gauge not in GROWS and not gauge.startswith("nodes.")
+
+
 @dataclass
 class Process:
     """One service process. `grpc` is HOST:PORT."""
@@ -76,8 +97,8 @@ class Cluster:
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: Client = field(init=False)
-    baseline: dict[str, float] = field(default_factory=dict)
-    """Tasks of each process when the cluster was new."""
+    baseline: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Gauges of each process when the cluster was new, or when the process was first seen at rest."""
 
     async def node_state(self, name: str) -> node_pb2.GetStateResponse:
         """Ask a node for its debug dump."""
@@ -119,15 +140,15 @@ class Cluster:
         """Return the router's view."""
         return await self.client.cluster_state()
 
-    async def num_tasks(self) -> dict[str, float]:
-        """Return the asyncio tasks of the router and of every living node, by incarnation."""
+    async def gauges(self) -> dict[str, dict[str, float]]:
+        """Return every gauge of the router and of every living node, by incarnation."""
         state = await self.client.cluster_state()
-        tasks = {state.router.incarnation.hex(): state.gauges["process.tasks"]}
+        found = {state.router.incarnation.hex(): dict(state.gauges)}
         for name, process in self.nodes.items():
             if process.is_alive:
                 node = await self.node_state(name)
-                tasks[node.process.incarnation] = node.gauges["process.tasks"]
-        return tasks
+                found[node.process.incarnation] = dict(node.gauges)
+        return found
 
     async def leak_oracle(self) -> None:
         """Wait until nothing is under way anywhere, and fail by name on what stays."""
@@ -160,12 +181,14 @@ class Cluster:
             for name, value in state_of_router.gauges.items()
             if name.startswith(ROUTER_LEAK_GAUGES) and not name.endswith("_total") and value != 0
         ]
-        tasks = await self.num_tasks()
-        left += [
-            f"{incarnation[:8]}: {number:g} tasks, {self.baseline[incarnation]:g} at first"
-            for incarnation, number in tasks.items()
-            if number > self.baseline.get(incarnation, number)
-        ]
+        for incarnation, gauges in (await self.gauges()).items():
+            first = self.baseline.setdefault(incarnation, gauges)
+            left += [
+                f"{incarnation[:8]}: {name} = {value:g}, {first[name]:g} at first"
+                for name, value in gauges.items()
+                if is_watched(name) and value > first[name] + SLACK.get(name, 0)
+            ]
+            left += [f"{incarnation[:8]}: {name} = {gauges[name]:g}" for name in NEVER if gauges.get(name, 0) != 0]
         return left
 
     def logs(self) -> str:
@@ -248,7 +271,7 @@ async def start_cluster(
             cluster.start_node("decode", f"decode{number}", *options, *guard)
         cluster.start_router(*router, *guard)
         await cluster.until_ready(len(prefill) + len(decode))
-        cluster.baseline = await cluster.num_tasks()
+        cluster.baseline = await cluster.gauges()
         yield cluster
     except BaseException:
         if hasattr(cluster, "router"):

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.client import Answer, Chat, Options, Turn
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.core.work import FinishReason
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2 as pb
@@ -223,7 +223,9 @@ async def test_bytes_that_do_not_parse_are_refused(cluster: Cluster) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in call(b"\xff\xff\xff", timeout=DEADLINE_S):
                 pass
-    assert raised.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+    error = error_from_rpc(raised.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.hint
 
 
 async def test_an_oversize_message_is_refused(cluster: Cluster) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.client import Answer, Options
-from pdserve.core.errors import PdserveError
+from pdserve.client import Answer, Chat, Options, Turn
+from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.node.process import EXIT_STUCK
 from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster, until
 from tests.e2e.tiny_model import decided_prompts, expected_tokens, prompt_ids
 
@@ -92,6 +93,35 @@ async def test_a_resume_gives_the_same_tokens(tiny: Path, tmp_path: Path, seed: 
         first, second = await asyncio.gather(*tasks)
         assert first.token_ids == second.token_ids
         assert len(first.token_ids) == NUM_TOKENS
+
+
+async def test_a_second_signal_ends_a_node_at_once(tiny: Path, tmp_path: Path) -> None:
+    """Whatever its threads do; the other node takes over."""
+    async with start_cluster(tiny, tmp_path, decode=(("--hold-at", "decoding:8"), ())) as cluster:
+        prompt = prompt_ids("two signals")
+        tasks = await two_answers(cluster, prompt)
+        await cluster.until_held("decode0")
+        lost = cluster.nodes["decode0"]
+        lost.kill(signal.SIGTERM)
+
+        async def is_draining() -> bool:
+            return await cluster.gauge("decode0", "draining") == 1
+
+        await until(is_draining, "the node drains")
+        lost.kill(signal.SIGTERM)
+        assert lost.popen.wait(DEADLINE_S) == EXIT_STUCK
+        await assert_both_exact(tasks, tiny, prompt)
+        await cluster.leak_oracle()
+
+
+async def test_chat_needs_a_template(tiny_without_chat: Path, tmp_path: Path) -> None:
+    async with start_cluster(tiny_without_chat, tmp_path) as cluster:
+        with pytest.raises(InvalidRequest, match="template") as raised:
+            await cluster.answer(Chat((Turn("user", "hi"),)), Options(max_tokens=4))
+        assert raised.value.field == "chat"
+        assert raised.value.hint
+        assert len((await cluster.answer("plain text", Options(max_tokens=4))).token_ids) == 4
+        await cluster.leak_oracle()
 
 
 async def test_no_other_node_is_a_typed_error_that_counts(tiny: Path, tmp_path: Path) -> None:

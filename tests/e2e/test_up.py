@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from pdserve.client import Client, Options
+from pdserve.core.errors import AddressInUse
+from pdserve.rpc.ports import check_port
 from tests.e2e.cluster import DEADLINE_S, ROOT, START_S, start_cluster, until
 from tests.e2e.tiny_model import expected_tokens, prompt_ids
 
@@ -80,10 +82,15 @@ async def test_a_killed_supervisor_leaves_no_children(tiny: Path) -> None:
         async def gone() -> bool:
             return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
+        async def is_free() -> bool:
+            try:
+                check_port("127.0.0.1", int(cluster.address.rpartition(":")[2]), "--port")
+            except AddressInUse:
+                return False
+            return True
+
         await until(gone, "the children are gone")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", int(cluster.address.rpartition(":")[2])))
+        await until(is_free, "the port is free")
 
 
 async def test_a_killed_node_is_restarted_and_the_first_signal_drains(tiny: Path) -> None:

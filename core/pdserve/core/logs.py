@@ -1,4 +1,8 @@
-"""Logs as text or JSON, each line with the role, and with request, attempt and incarnation where they are known."""
+"""Logs as text or JSON, with request, session and attempt where they are known.
+
+A JSON line also has the role and the incarnation of its process; text is for a terminal, where the supervisor puts the name of
+the process before each line.
+"""
 
 import json
 import logging
@@ -7,6 +11,10 @@ import time
 from collections.abc import MutableMapping
 from typing import Any, TextIO
 
+from pdserve.core.ids import Incarnation
+
+_PROCESS: dict[str, str] = {}
+
 FIELDS = ("request_id", "session_id", "attempt", "incarnation", "transfer_id", "peer")
 """Extra attributes that a record may carry; `logger.info(…, extra={"attempt": 2})`."""
 
@@ -14,11 +22,16 @@ FIELDS = ("request_id", "session_id", "attempt", "incarnation", "transfer_id", "
 def set_up_logs(role: str, log_format: str, level: str, stream: TextIO | None = None) -> None:
     """Send the process's logs to `stream` (standard error by default) in one format. Called once, at start."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter(role))
+    handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("pdserve").setLevel(level.upper())
+
+
+def identify(incarnation: Incarnation) -> None:
+    """Put this run of the process into every JSON line from now on. Called once, when it is known."""
+    _PROCESS["incarnation"] = incarnation.hex()
 
 
 class RequestLogger(logging.LoggerAdapter[logging.Logger]):
@@ -32,10 +45,6 @@ class RequestLogger(logging.LoggerAdapter[logging.Logger]):
 
 class TextFormatter(logging.Formatter):
     """One line for people: time, level, message, then name=value."""
-
-    def __init__(self, role: str) -> None:
-        super().__init__()
-        self.role = role
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -61,6 +70,7 @@ class JsonFormatter(logging.Formatter):
             "role": self.role,
             "logger": record.name,
             "message": record.getMessage(),
+            **_PROCESS,
             **_fields(record),
         }
         if record.exc_info:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock, SystemClock
+from pdserve.core.logs import identify
 from pdserve.core.settings import NodeSettings
 from pdserve.node.attach import StreamSettings
 from pdserve.node.desk import Desk
@@ -71,6 +72,7 @@ class _Node:
 
     async def run(self) -> None:
         """Work until told to stop, or until the desk cannot go on; then leave nothing behind."""
+        identify(self._process.incarnation)
         self._servicer.open_for_work(self._desk, self._process, process_gauges)
         logger.info("loaded; waiting for routers", extra={"incarnation": self._process.incarnation.hex()})
         async with asyncio.TaskGroup() as tasks:

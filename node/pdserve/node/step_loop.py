@@ -89,7 +89,11 @@ class StepLoop(Generic[P, R]):
 
 
 async def _settle(step: "asyncio.Future[R]") -> bool:
-    """Wait until `step` is done, whatever comes. Returns whether a cancellation arrived meanwhile."""
+    """Wait until `step` is done, whatever comes. Returns whether a cancellation arrived meanwhile.
+
+    A cancellation is only put off: the step's thread writes into blocks that may be freed after it. A step that never ends is
+    ended with the process (`node.process`).
+    """
     cancelled = False
     while not step.done():
         try:
