@@ -18,6 +18,7 @@ from pdserve.decode_node.scheduler import (
     StepPlan,
 )
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, SequenceEvent, SequenceState
+from pdserve.engine.batch import RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
 from tests.node.works import leg, transfer, work
@@ -200,6 +201,17 @@ def test_cancel_during_a_step_frees_blocks_only_after_it() -> None:
     assert target._pool.num_free < 16
     assert kinds(target.step_done(plan, [(7, -0.1)], 0.1, 1.1)) == [ReportRelease]
     assert target._pool.num_free == 16
+
+
+def test_a_row_without_a_token_ends_its_own_sequence_only() -> None:
+    target = scheduler(blocks=32)
+    adopt(target, 1)
+    adopt(target, 2)
+    plan, _ = target.plan(1.0)
+    assert plan is not None
+    told = target.step_done(plan, [RowFailed("logits are not finite"), (7, -0.1)], 0.1, 1.1)
+    assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
+    assert told[-1] == ReportToken(leg(2), SampledToken(1, 7, -0.1))
 
 
 def test_what_can_never_fit_is_refused() -> None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.work import LegOutcome
+from pdserve.engine.batch import RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, JobEvent, JobState
@@ -153,6 +154,18 @@ def test_a_prompt_that_can_never_fit_is_refused() -> None:
         assert isinstance(end, ReportEnd)
         assert isinstance(release, ReportRelease)
         assert (end.outcome, end.reason) == (LegOutcome.REFUSED, "never_fits")
+
+
+def test_a_row_without_a_token_ends_its_own_prompt_only() -> None:
+    target = scheduler()
+    for number in (1, 2):
+        target.submit(work(number), 0.0)
+        target.granted(transfer(number), 0.0)
+    plan, _ = target.plan(1.0)
+    assert plan is not None
+    told = target.step_done(plan, [RowFailed("logits are not finite"), TOKEN], 0.1, 1.1)
+    assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
+    assert kinds(told)[-2:] == [ReportFirstToken, CommitTransfer]
 
 
 def test_a_failed_step_ends_its_prompts_only() -> None:

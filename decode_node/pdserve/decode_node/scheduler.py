@@ -13,6 +13,7 @@ from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, Sequence, SequenceEvent, SequenceState
+from pdserve.engine.batch import Choice, RowFailed
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 
@@ -204,10 +205,8 @@ class DecodeScheduler:
             sequence.durations_s.setdefault("decode.queue", now_s - sequence.adopted_s)
         return StepPlan(tuple(runnable)), instructions
 
-    def step_done(
-        self, plan: StepPlan, sampled: Seq[tuple[int, float] | None], compute_s: float, now_s: float
-    ) -> list[Instruction]:
-        """Take a step's results: `sampled` has (token id, log-probability) per sequence of the plan."""
+    def step_done(self, plan: StepPlan, sampled: Seq[Choice], compute_s: float, now_s: float) -> list[Instruction]:
+        """Take a step's results: `sampled` has what each sequence of the plan got."""
         instructions: list[Instruction] = []
         for sequence, choice in zip(plan.sequences, sampled, strict=True):
             sequence.in_step = False
@@ -215,6 +214,9 @@ class DecodeScheduler:
             durations["decode.compute"] = durations.get("decode.compute", 0.0) + compute_s
             if sequence.state is SequenceState.CLOSING:
                 instructions += self._let_go(sequence, now_s)
+                continue
+            if isinstance(choice, RowFailed):
+                instructions += self._end(sequence, LegOutcome.FAILED, "no_token", choice.reason, now_s)
                 continue
             assert choice is not None, "every sequence of a decode step gets a token"
             instructions += self._take_token(sequence, choice, now_s)

@@ -23,10 +23,21 @@ class SequenceChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """Per chunk of the step, in order: (token id, natural log-probability under the unmodified distribution), or None.
+class RowFailed:
+    """No token could be chosen for this chunk; `reason` says why, in a line. The other chunks of the step are not touched."""
 
-    None where the chunk asked for no token.
+    reason: str
+
+
+Choice = tuple[int, float] | RowFailed | None
+"""What a chunk got: (token id, natural log-probability under the unmodified distribution), a failure, or nothing asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per chunk of the step, in order: (token id, natural log-probability under the unmodified distribution).
+
+    None where the chunk asked for no token; `RowFailed` where it asked, and its logits define no distribution.
     """
 
-    tokens: tuple[tuple[int, float] | None, ...]
+    tokens: tuple[Choice, ...]

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation, LegKey
 from pdserve.core.work import LegOutcome
+from pdserve.engine.batch import Choice
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import PeerDown, PeerRefused, PeerUp
@@ -28,9 +29,7 @@ class StepScheduler(Protocol[P, I]):
         """Return the next step, or None, and what to do before it."""
         ...
 
-    def step_done(
-        self, plan: P, sampled: Sequence[tuple[int, float] | None], compute_s: float, now_s: float
-    ) -> list[I]:
+    def step_done(self, plan: P, sampled: Sequence[Choice], compute_s: float, now_s: float) -> list[I]:
         """Take a step's results."""
         ...
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pdserve.core.clock import Clock
+from pdserve.engine.batch import Choice
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -17,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step's results: per row of the plan its (token id, log-probability) or None, and how long the step took."""
+    """A step's results: what each row of the plan got, and how long the step took."""
 
-    sampled: tuple[tuple[int, float] | None, ...]
+    sampled: tuple[Choice, ...]
     compute_s: float
 
 

@@ -12,6 +12,7 @@ from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
+from pdserve.engine.batch import Choice, RowFailed
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, Job, JobEvent, JobState
@@ -183,10 +184,8 @@ class PrefillScheduler:
                 chunk.job.started_s = now_s
         return StepPlan(tuple(chunks)), instructions
 
-    def step_done(
-        self, plan: StepPlan, sampled: Sequence[tuple[int, float] | None], compute_s: float, now_s: float
-    ) -> list[Instruction]:
-        """Take a step's results: `sampled` has (token id, log-probability) per chunk that samples."""
+    def step_done(self, plan: StepPlan, sampled: Sequence[Choice], compute_s: float, now_s: float) -> list[Instruction]:
+        """Take a step's results: `sampled` has what each chunk got."""
         instructions: list[Instruction] = []
         for chunk, choice in zip(plan.chunks, sampled, strict=True):
             job = chunk.job
@@ -196,6 +195,8 @@ class PrefillScheduler:
             job.compute_s += compute_s
             if job.state is JobState.CLOSING:
                 instructions += self._let_go(job, now_s)
+            elif isinstance(choice, RowFailed):
+                instructions += self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
             elif chunk.samples:
                 assert choice is not None, "a chunk that samples has a token"
                 instructions += self._sampled(job, choice, now_s)
