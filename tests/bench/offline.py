@@ -42,7 +42,7 @@ def _ours(batch: int) -> float:
     last = []
     for prompt, lease in zip(prompts, leases, strict=True):
         [token] = engine.step([SequenceChunk(prompt, 0, lease.block_ids, Sampling())]).tokens
-        assert token is not None
+        assert isinstance(token, tuple)
         last.append(token[0])
     began_s = 0.0
     for step in range(STEPS + WARM_UP):
@@ -52,7 +52,7 @@ def _ours(batch: int) -> float:
             SequenceChunk((token,), CONTEXT + step, lease.block_ids, Sampling(), next_index=step + 1)
             for token, lease in zip(last, leases, strict=True)
         ]
-        last = [token[0] for token in engine.step(chunks).tokens if token is not None]
+        last = [token[0] for token in engine.step(chunks).tokens if isinstance(token, tuple)]
     return batch * STEPS / (time.perf_counter() - began_s)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.work import Sampling
-from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.batch import Choice, RowFailed, SequenceChunk
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
 from tests.architectures.tiny import ARCHITECTURES, build
@@ -55,7 +55,8 @@ class Generation:
         sampling = self.sampling if stop == len(known) else None
         return SequenceChunk(known[start:stop], start, self.block_ids, sampling, next_index=len(self.output))
 
-    def accept(self, token: tuple[int, float] | None) -> None:
+    def accept(self, token: Choice) -> None:
+        assert not isinstance(token, RowFailed)
         if token is not None:
             self.output.append(token[0])
 

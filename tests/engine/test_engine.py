@@ -7,7 +7,7 @@ import torch
 
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.work import Sampling
-from pdserve.engine.batch import SequenceChunk, StepResult
+from pdserve.engine.batch import RowFailed, SequenceChunk, StepResult
 from pdserve.engine.engine import Engine
 from tests.engine.small import GREEDY, Generation, generate, model_of, prompt_logits, prompt_of, small_engine
 
@@ -96,8 +96,26 @@ def test_log_probabilities_are_of_the_raw_distribution() -> None:
     expected = torch.log_softmax(prompt_logits(engine, prompt, 9), dim=-1)
     sampling = Sampling(temperature=2.0, top_k=50, seed=3)
     (answer,) = engine.step([SequenceChunk(prompt, 0, [20, 21, 22], sampling)]).tokens
-    assert answer is not None
+    assert isinstance(answer, tuple)
     assert answer[1] == pytest.approx(float(expected[answer[0]]), abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_p=0.9, min_p=0.05, seed=4)])
+def test_broken_kv_fails_its_own_sequence_only(sampling: Sampling) -> None:
+    """One request's NaN ended every request of its step."""
+    engine = small_engine()
+    generations = [Generation(engine, prompt_of(9, index), 10 * index, sampling) for index in range(3)]
+    generate(engine, generations, 2)
+    expected = [generation.output for generation in generations]
+    engine = small_engine()
+    generations = [Generation(engine, prompt_of(9, index), 10 * index, sampling) for index in range(3)]
+    generate(engine, generations, 1)
+    engine.poison(generations[1].block_ids[:1])
+    first, broken, last = engine.step([generation.next_chunk() for generation in generations]).tokens
+    assert isinstance(broken, RowFailed)
+    generations[0].accept(first)
+    generations[2].accept(last)
+    assert [generations[0].output, generations[2].output] == [expected[0], expected[2]]
 
 
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_a_resume() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from pdserve.core.layout import num_blocks_for
-from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.batch import RowFailed, SequenceChunk
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.engine.engine import Engine
 from tests.engine.small import GREEDY
@@ -68,6 +68,7 @@ def serve(engine: Engine, pool: BlockPool, goldens: Sequence[Golden], most_at_on
         share = max(1, CHUNK_BUDGET // len(running))
         result = engine.step([serving.next_chunk(share) for serving in running])
         for serving, answer in zip(list(running), result.tokens, strict=True):
+            assert not isinstance(answer, RowFailed)
             if answer is not None:
                 serving.accept(answer)
             if serving.is_done:

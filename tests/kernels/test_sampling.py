@@ -30,6 +30,14 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.softmax(scores[0], dim=-1)
 
 
+def sampled(logits: torch.Tensor, rows: list[SampledRow]) -> list[tuple[int, float]]:
+    """Return the answers of `sample`, all of them tokens."""
+    answers = sample(logits, rows)
+    tokens = [answer for answer in answers if answer is not None]
+    assert len(tokens) == len(answers)
+    return tokens
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
 def test_kept_probabilities_equal_those_of_transformers(
     temperature: float, top_k: int, top_p: float, min_p: float
@@ -42,7 +50,7 @@ def test_kept_probabilities_equal_those_of_transformers(
         torch.full((300,), 2.0),
     ):
         ids, scores = keep(logits, sampling)
-        ours = torch.zeros(300).index_put((ids,), torch.softmax(scores, dim=-1))
+        ours = torch.zeros(300).index_put((ids,), torch.softmax(scores, dim=-1).float())
         assert ids.tolist() == sorted(ids.tolist())
         # Among equal logits the two sorts of top-p may part the ties elsewhere: the probabilities are what is promised.
         torch.testing.assert_close(ours.sort().values, processed(logits, sampling).sort().values, atol=1e-6, rtol=1e-5)
@@ -51,7 +59,7 @@ def test_kept_probabilities_equal_those_of_transformers(
 def test_greedy_takes_the_best_and_its_log_probability() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
     rows = [SampledRow(Sampling(), 0, 0)] * 2
-    answer = sample(logits, rows)
+    answer = sampled(logits, rows)
     assert [token for token, _ in answer] == [1, 0]
     expected = torch.log_softmax(logits, dim=-1)
     assert answer[0][1] == pytest.approx(float(expected[0, 1]), abs=1e-6)
@@ -60,7 +68,7 @@ def test_greedy_takes_the_best_and_its_log_probability() -> None:
 
 def test_log_probability_is_that_of_the_unmodified_distribution() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
-    (token, logprob), *_ = sample(logits, [SampledRow(Sampling(0.5, top_k=3, seed=11), 0, 0)])
+    (token, logprob), *_ = sampled(logits, [SampledRow(Sampling(0.5, top_k=3, seed=11), 0, 0)])
     assert logprob == pytest.approx(float(torch.log_softmax(logits, dim=-1)[0, token]), abs=1e-6)
 
 
@@ -68,9 +76,9 @@ def test_a_row_draws_the_same_alone_and_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(16, 400, generator=generator)
     rows = [SampledRow(Sampling(0.7 + index / 20, top_p=0.95, seed=index % 3), index % 2, index) for index in range(16)]
-    alone = [sample(logits[index : index + 1], [rows[index]])[0][0] for index in range(16)]
+    alone = [sampled(logits[index : index + 1], [rows[index]])[0][0] for index in range(16)]
     order = torch.randperm(16, generator=generator).tolist()
-    mixed = sample(logits[order], [rows[index] for index in order])
+    mixed = sampled(logits[order], [rows[index] for index in order])
     assert [token for token, _ in mixed] == [alone[index] for index in order]
 
 
@@ -79,7 +87,7 @@ def test_draws_follow_the_distribution() -> None:
     sampling = Sampling(0.8, seed=42)
     count = 6000
     drawn = np.bincount(
-        [sample(logits[None], [SampledRow(sampling, 0, position)])[0][0] for position in range(count)], minlength=5
+        [sampled(logits[None], [SampledRow(sampling, 0, position)])[0][0] for position in range(count)], minlength=5
     )
     for share, expected in zip(drawn / count, torch.softmax(logits / 0.8, dim=-1).tolist(), strict=True):
         assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / count)
@@ -91,11 +99,37 @@ def test_tiny_differences_of_the_logits_do_not_change_draws() -> None:
     logits = torch.randn(500, generator=generator)
     shaken = logits + 1e-5 * torch.randn(500, generator=generator)
     rows = [SampledRow(Sampling(1.0, seed=4), 0, position) for position in range(500)]
-    assert [sample(logits[None], [row])[0][0] for row in rows] == [sample(shaken[None], [row])[0][0] for row in rows]
+    assert [sampled(logits[None], [row])[0][0] for row in rows] == [sampled(shaken[None], [row])[0][0] for row in rows]
 
 
-def test_broken_numbers_are_not_sampled() -> None:
-    with pytest.raises(ValueError, match="NaN"):
-        sample(torch.tensor([[0.0, float("nan")]]), [SampledRow(Sampling(), 0, 0)])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-6])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (0, 1.0, 0.1), (0, 0.5, 0.0), (3, 0.9, 0.5)])
+def test_a_tiny_temperature_is_greedy(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Logits divided by it overflow float32: the least likely id came out, or an empty set of candidates ended the step."""
+    logits = torch.tensor([[9.0, 20.0, 19.999, -30.0], [-9.0, -20.0, -8.99, -1e4], [1e30, -1e30, 9e29, 0.0]])
+    rows = [SampledRow(Sampling(temperature, top_k, top_p, min_p, seed), 0, seed) for seed in range(3)]
+    assert [token for token, _ in sampled(logits, rows)] == [1, 2, 0]
+
+
+def test_a_high_temperature_follows_the_distribution() -> None:
+    logits = torch.tensor([3e38, 3e38, -3e38, float("-inf")])  # apart by more than float32 can hold
+    drawn = [sampled(logits[None], [SampledRow(Sampling(100.0), 0, position)])[0][0] for position in range(400)]
+    assert set(drawn) == {0, 1}
+    assert 140 < drawn.count(0) < 260
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, seed=1), Sampling(1.0, 5, 0.9, 0.1, seed=2)])
+@pytest.mark.parametrize("broken", [[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [float("-inf")] * 3])
+def test_broken_logits_fail_their_own_row_only(sampling: Sampling, broken: list[float]) -> None:
+    """One request's broken numbers ended every request of its step."""
+    neighbour = [0.0, 1.0, float("-inf")]  # an id that can never come is no fault
+    rows = [SampledRow(sampling, 0, position) for position in range(3)]
+    answers = sample(torch.tensor([neighbour, broken, neighbour]), rows)
+    assert answers[1] is None
+    alone = [sampled(torch.tensor([neighbour]), [row])[0] for row in (rows[0], rows[2])]
+    assert [answers[0], answers[2]] == alone
+
+
+def test_the_numbers_of_rows_must_agree() -> None:
     with pytest.raises(ValueError, match="1 rows of logits"):
         sample(torch.zeros(1, 3), [])

@@ -9,7 +9,7 @@ import torch
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
-from pdserve.engine.batch import SequenceChunk, StepResult
+from pdserve.engine.batch import RowFailed, SequenceChunk, StepResult
 from pdserve.engine.forward import Forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.loading import LoadedModel, load_model
@@ -19,6 +19,8 @@ from pdserve.kernels.backends import choose_backend
 from pdserve.kernels.sampling import SampledRow, sample
 
 log = logging.getLogger(__name__)
+
+BROKEN_LOGITS = RowFailed("the model's logits hold NaN or infinity")
 
 
 class Engine:
@@ -102,7 +104,8 @@ class Engine:
         """Run all chunks in one forward pass and sample where asked.
 
         `on_layer(l)` is called, in this thread, when layer l's keys and values of this step lie in the pool and before the
-        next layer runs. Raises ValueError for a chunk that does not fit its block table, the pool or the model's length.
+        next layer runs. A chunk whose logits are broken answers `RowFailed`, the others answer as without it.
+        Raises ValueError for a chunk that does not fit its block table, the pool or the model's length.
         """
         if not chunks:
             return StepResult(())
@@ -113,7 +116,7 @@ class Engine:
         ]
         with torch.inference_mode():
             drawn = iter(sample(self.logits(chunks, on_layer), rows))
-        return StepResult(tuple(None if chunk.sampling is None else next(drawn) for chunk in chunks))
+        return StepResult(tuple(None if chunk.sampling is None else next(drawn) or BROKEN_LOGITS for chunk in chunks))
 
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Do as `step`, but return the logits [chunks with sampling, vocabulary] and draw nothing."""
