@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.kv_write import slots_of, write_kv, write_kv_reference
+from pdserve.kernels.kv_write import write_kv, write_kv_reference
 from pdserve.kernels.paged_attention import paged_attention, paged_attention_reference
 from pdserve.kernels.ragged import GROUP_FILL, GROUP_SLOTS, ChunkRows, RaggedPlan
+from pdserve.kernels.slots import slots_of
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def case(shape: Shape, spans: list[tuple[int, int]]) -> tuple[list[ChunkRows], T
     keys = torch.full((num_slots, shape.kv_heads, shape.key_dim), float("nan"))
     values = torch.full((num_slots, shape.kv_heads, shape.value_dim), float("nan"))
     for chunk in chunks:
-        slots = slots_of(torch.tensor(chunk.block_ids), shape.block_size, torch.arange(chunk.stop))
+        slots = slots_of(chunk.block_ids, range(chunk.stop), shape.block_size)
         keys[slots] = torch.randn(chunk.stop, shape.kv_heads, shape.key_dim, generator=generator)
         values[slots] = torch.randn(chunk.stop, shape.kv_heads, shape.value_dim, generator=generator)
     query = torch.randn(sum(rows for _, rows in spans), shape.heads, shape.key_dim, generator=generator)
@@ -76,8 +77,7 @@ def test_positions_outside_the_window_are_not_read(window: int) -> None:
     shape, spans = SHAPES[0], [(30, 1), (25, 1), (17, 5)]
     chunks, query, keys, values = case(shape, spans)
     for chunk in chunks:
-        unseen = torch.arange(max(0, chunk.start - window + 1))
-        slots = slots_of(torch.tensor(chunk.block_ids), shape.block_size, unseen)
+        slots = slots_of(chunk.block_ids, range(max(0, chunk.start - window + 1)), shape.block_size)
         keys[slots] = values[slots] = float("nan")
     plan = RaggedPlan(chunks, shape.block_size, torch.float32, CPU)
     out = paged_attention(query, keys, values, plan, window=window, scaling=0.1, softcap=None, sinks=None)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.layout import KvLayout
+from pdserve.kernels.slots import slots_of
 from pdserve.kernels.wire_pack import pack_layers, unpack_layers
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -14,13 +15,14 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class KvPool:
     """KV of `num_blocks` blocks of `block_size` positions, in `layout.dtype`, on `device`.
 
-    A slot is one position: `block_id * block_size + offset`.
+    Slots are those of `kernels.slots`. Written for any device, but only ever run on the CPU: nothing is claimed for GPUs.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._device = device
         dtype = TORCH_DTYPES[layout.dtype]
         slots = num_blocks * block_size
         # Zeroed, not empty: the memory is then committed now, not in the middle of a request.
@@ -42,12 +44,8 @@ class KvPool:
         return self._caches[layer]
 
     def slots(self, block_ids: Sequence[int], positions: range) -> Tensor:
-        """Return the slots of `positions` (step 1) of a sequence with that block table; int64."""
-        first, last = positions.start // self.block_size, -(-positions.stop // self.block_size)
-        blocks = torch.tensor(block_ids[first:last], dtype=torch.int64)
-        slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
-        offset = positions.start - first * self.block_size
-        return slots[offset : offset + len(positions)]
+        """Return the slots of `positions` (step 1) of a sequence with that block table; int64, on the caches' device."""
+        return slots_of(block_ids, positions, self.block_size).to(self._device)
 
     def pack(self, layers: range, slots: Tensor, into: memoryview) -> None:
         """Write the wire form of `slots` in `layers` into `into`; ValueError if its size is wrong."""

@@ -2,10 +2,9 @@
 
     cache[slots[t], h, :] = new[t, h, :]        for every new token t and KV head h
 
-A slot is one token position of the pool: `block_id * block_size + offset`. Slots of one call are distinct.
+Slots (see `slots`) of one call are distinct.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -34,9 +33,3 @@ def write_kv_reference(
         new_keys[slot] = keys[token]
         new_values[slot] = values[token]
     return new_keys, new_values
-
-
-def slots_of(block_ids: Tensor, block_size: int, positions: Tensor) -> Tensor:
-    """Return the slots of `positions` [tokens] of a sequence whose block table is `block_ids` [blocks]; int64."""
-    blocks = torch.div(positions, block_size, rounding_mode="floor")
-    return block_ids[blocks] * block_size + positions % block_size

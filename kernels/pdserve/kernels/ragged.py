@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pdserve.kernels.slots import slots_of
+
 GROUP_FILL = 0.5
 """A decode group takes rows whose visible length is at least this share of its longest row's."""
 GROUP_SLOTS = 2048
@@ -70,7 +72,7 @@ class RaggedPlan:
         self._device = device
         self._groups: dict[int | None, tuple[list[DecodeGroup], list[PrefillGroup]]] = {}
         self.num_rows = sum(chunk.num_rows for chunk in chunks)
-        slots_by_chunk = [_all_slots(chunk, block_size) for chunk in chunks]
+        slots_by_chunk = [slots_of(chunk.block_ids, range(chunk.stop), block_size) for chunk in chunks]
         self.write_slots = torch.cat(
             [slots[chunk.start :] for chunk, slots in zip(chunks, slots_by_chunk, strict=True)]
         ).to(device)
@@ -140,9 +142,3 @@ class RaggedPlan:
 
 def _first_visible(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
-
-
-def _all_slots(chunk: ChunkRows, block_size: int) -> Tensor:
-    blocks = torch.tensor(chunk.block_ids[: -(-chunk.stop // block_size)], dtype=torch.int64)
-    slots = blocks[:, None] * block_size + torch.arange(block_size)[None]
-    return slots.flatten()[: chunk.stop]

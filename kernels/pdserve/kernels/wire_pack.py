@@ -21,7 +21,8 @@ with warnings.catch_warnings():
 def pack_layers(caches: Sequence[tuple[Tensor, Tensor]], slots: Tensor, into: memoryview) -> None:
     """Write the wire form of `slots` [tokens] of each (key, value) cache `[slots, kv_heads, dim]` into `into`.
 
-    Raises ValueError unless `into` is writable and has exactly the needed bytes. Writes in place; makes no copy on the CPU.
+    `slots` lies on the caches' device, `into` in host memory. Writes in place; makes no copy on the CPU. Raises
+    ValueError unless `into` is writable and has exactly the needed bytes.
     """
     for cache, part in _parts(caches, slots, into):
         rows = cache.view(cache.shape[0], -1)
@@ -34,7 +35,8 @@ def pack_layers(caches: Sequence[tuple[Tensor, Tensor]], slots: Tensor, into: me
 def unpack_layers(caches: Sequence[tuple[Tensor, Tensor]], slots: Tensor, payload: memoryview) -> None:
     """Write the wire form in `payload` into `slots` [tokens] of each (key, value) cache; the inverse of `pack_layers`.
 
-    Raises ValueError unless `payload` has exactly the needed bytes.
+    `slots` lies on the caches' device, `payload` in host memory. Raises ValueError unless `payload` has
+    exactly the needed bytes.
     """
     for cache, part in _parts(caches, slots, payload):
         cache.view(cache.shape[0], -1).index_copy_(0, slots, part.view(slots.shape[0], -1).to(cache.device))
