@@ -140,6 +140,17 @@ def test_named_faults() -> None:
         decode([reseal(bytes(nack))])
 
 
+def test_an_abort_is_not_both_finished_and_busy() -> None:
+    for abort in (Abort(ID, finished=True), Abort(ID, busy=True, reason="evicted")):
+        assert decode([encode(abort)])[0] == abort
+    with pytest.raises(FrameError, match="both finished and busy"):
+        encode(Abort(ID, finished=True, busy=True))
+    frame = bytearray(encode(Abort(ID, finished=True)))
+    frame[5 + 16 + 1] = 1
+    with pytest.raises(FrameError, match="both finished and busy"):
+        decode([reseal(bytes(frame))])
+
+
 def test_a_payload_longer_than_a_frame_is_refused_by_its_header() -> None:
     huge = Data(ID, 1, 0, range(1), range(1), "float32", MAX_FRAME_BYTES + 1, 0)
     with pytest.raises(FrameError, match="payload"):

@@ -1,9 +1,11 @@
 """Every end at every stage, from either side, by message, loss or deadline: named, answered, nothing left."""
 
+from functools import partial
+
 import pytest
 
 from pdserve.core.ids import TransferId
-from pdserve.kvtransfer.events import SendFailed
+from pdserve.kvtransfer.events import ReceiveFailed, SendFailed
 from pdserve.kvtransfer.messages import (
     Abort,
     Ack,
@@ -38,11 +40,11 @@ def at_stage(world: World, stage: str) -> TransferId:
 
 class TestEnds:
     @pytest.mark.parametrize("stage", STAGES)
-    @pytest.mark.parametrize("finished", [False, True])
-    def test_the_sender_aborts(self, stage: str, finished: bool) -> None:
+    @pytest.mark.parametrize(("finished", "busy"), [(False, False), (True, False), (False, True)])
+    def test_the_sender_aborts(self, stage: str, finished: bool, busy: bool) -> None:
         world = World()
         transfer_id = at_stage(world, stage)
-        world.sender.abort(transfer_id, "cancelled", finished, world.now_s)
+        world.sender.abort(transfer_id, "cancelled", finished, world.now_s, busy=busy)
         world.settle()
         assert "SendFailed" not in world.sent_kinds(transfer_id)
         assert world.sent_kinds(transfer_id)[-1] == "SendClosed"
@@ -51,23 +53,26 @@ class TestEnds:
         elif finished:
             assert world.received_kinds(transfer_id) == ["Opened", "FinishedEarly", "ReceiveClosed"]
         else:
-            assert loss(world, transfer_id) == "peer_aborted"
+            lost = next(event for event in world.received if isinstance(event, ReceiveFailed))
+            assert (lost.reason, lost.busy) == ("peer_aborted", busy)
         assert world.received_kinds(transfer_id)[-1] == "ReceiveClosed"
         world.assert_nothing_left()
 
     @pytest.mark.parametrize("stage", STAGES)
-    @pytest.mark.parametrize("how", ["cancel", "refuse"])
+    @pytest.mark.parametrize("how", ["cancel", "cancel_busy", "refuse"])
     def test_the_receiver_ends_it(self, stage: str, how: str) -> None:
         world = World()
         transfer_id = at_stage(world, stage)
-        end = world.receiver.cancel if how == "cancel" else world.receiver.refuse
+        end = world.receiver.refuse if how == "refuse" else partial(world.receiver.cancel, busy=how == "cancel_busy")
         end(transfer_id, "BUSY", world.now_s)
         world.settle()
         assert "ReceiveFailed" not in world.received_kinds(transfer_id)
         assert world.received_kinds(transfer_id)[-1] == "ReceiveClosed"
         if stage == "waiting":
             world.meet()
-        assert failure(world, transfer_id) == ("peer_aborted" if how == "cancel" else "kv_nack_busy")
+        failed = next(event for event in world.sent if isinstance(event, SendFailed))
+        assert failed.reason == ("kv_nack_busy" if how == "refuse" else "peer_aborted")
+        assert failed.busy == (how != "cancel"), "evicted or drained is no failure of the prefill node"
         assert world.sent_kinds(transfer_id)[-1] == "SendClosed"
         world.assert_nothing_left()
 
@@ -115,7 +120,8 @@ class TestEnds:
         world.advance(world.theirs.grant_wait_s + 0.5)
         failed = next(event for event in world.sent if isinstance(event, SendFailed))
         assert (failed.reason, failed.busy) == ("kv_nack_busy", True)
-        assert loss(world, transfer_id) == "no_grant"
+        lost = next(event for event in world.received if isinstance(event, ReceiveFailed))
+        assert (lost.transfer_id, lost.reason, lost.busy) == (transfer_id, "no_grant", True)
 
     @pytest.mark.parametrize(("reason", "label"), [("BUSY", "kv_nack_busy"), ("pool_too_small", "kv_nack_refused")])
     def test_a_refusal_says_why(self, reason: str, label: str) -> None:

@@ -125,6 +125,23 @@ def test_busy_is_not_failure(pair: Pair) -> None:
     assert pair.received.kinds(mine.transfer_id) == ["Opened", "ReceiveClosed"]
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_a_cancelled_or_aborted_transfer_says_of_failure(pair: Pair, busy: bool) -> None:
+    """A decode node that evicts or drains what it receives says `busy`: the prefill node did nothing wrong."""
+    cancelled = pair.open()
+    pair.receiver.cancel(cancelled, "evicted", busy=busy)
+    pair.closed(cancelled)
+    failed = pair.sent.wait(SendFailed, lambda event: event.transfer_id == cancelled)
+    assert (failed.reason, failed.detail, failed.busy) == ("peer_aborted", "evicted", busy)
+    aborted = pair.open()
+    pair.sender.abort(aborted, "draining", busy=busy)
+    pair.closed(aborted)
+    lost = pair.received.wait(ReceiveFailed, lambda event: event.transfer_id == aborted)
+    assert (lost.reason, lost.detail, lost.busy) == ("peer_aborted", "draining", busy)
+    with pytest.raises(ValueError, match="finished or busy"):
+        pair.sender.abort(aborted, "stop", finished=True, busy=True)
+
+
 def test_finished_at_the_first_token(pair: Pair) -> None:
     transfer_id = pair.open()
     pair.sender.abort(transfer_id, "stop", finished=True)

@@ -329,8 +329,18 @@ def _write_nack(w: FrameWriter, m: Nack) -> None:
 
 def _write_abort(w: FrameWriter, m: Abort) -> None:
     w.raw(m.transfer_id, ID_BYTES)
+    if m.finished and m.busy:
+        raise FrameError("ABORT: both finished and busy")
     w.flag(m.finished)
+    w.flag(m.busy)
     w.text(m.reason[:MAX_DETAIL])
+
+
+def _read_abort(r: FrameReader) -> Abort:
+    transfer_id, finished, busy = _transfer_id(r), r.flag(), r.flag()
+    if finished and busy:
+        raise FrameError("ABORT: both finished and busy")
+    return Abort(transfer_id, finished, r.text(), busy)
 
 
 def _write_gone(w: FrameWriter, m: Gone) -> None:
@@ -377,7 +387,7 @@ _DECODERS: dict[Kind, Callable[[FrameReader], Message]] = {
     Kind.COMMIT: _read_commit,
     Kind.ACK: lambda r: Ack(_transfer_id(r)),
     Kind.NACK: lambda r: Nack(_transfer_id(r), _member(r, NackReason), r.text()),
-    Kind.ABORT: lambda r: Abort(_transfer_id(r), r.flag(), r.text()),
+    Kind.ABORT: _read_abort,
     Kind.GONE: lambda r: Gone(_transfer_id(r), _member(r, GoneKind)),
     Kind.BEAT: _read_beat,
 }

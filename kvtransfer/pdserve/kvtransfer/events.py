@@ -110,7 +110,7 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """The transfer ended without ACK, not by the node's own `abort`. `busy`: refused for now, no failure."""
+    """The transfer ended without ACK, not by the node's own `abort`. `busy`: the other node has no room for now, no failure."""
 
     transfer_id: TransferId
     reason: str
@@ -152,11 +152,15 @@ class FinishedEarly:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFailed:
-    """The transfer ended without adoption, not by the node's own `refuse` or `cancel`."""
+    """The transfer ended without adoption, not by the node's own `refuse` or `cancel`.
+
+    `busy`: one of the two nodes has no room for now, no failure.
+    """
 
     transfer_id: TransferId
     reason: str
     detail: str = ""
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

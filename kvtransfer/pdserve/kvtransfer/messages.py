@@ -190,11 +190,16 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The sender of this message gives up; `finished`: nothing is wrong, the request ended at its first token."""
+    """The sender of this message gives up.
+
+    `finished`: nothing is wrong, the request ended at its first token. `busy`: nothing is wrong, there is no room for it now and
+    another node or a later try may do. Never both.
+    """
 
     transfer_id: TransferId
     finished: bool = False
     reason: str = ""
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

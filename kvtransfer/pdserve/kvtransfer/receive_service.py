@@ -79,9 +79,12 @@ class KvReceiveService:
         """Answer NACK: `reason` is the name of a `NackReason`, or any text. `ReceiveClosed` follows."""
         self._loop.submit(partial(self._shell.table.refuse, transfer_id, reason))
 
-    def cancel(self, transfer_id: TransferId, reason: str) -> None:
-        """End it because the node has no use for it. `ReceiveClosed` follows."""
-        self._loop.submit(partial(self._shell.table.cancel, transfer_id, reason))
+    def cancel(self, transfer_id: TransferId, reason: str, busy: bool = False) -> None:
+        """End it because the node has no use for it, or (`busy`) no room, as when it evicts or drains.
+
+        `ReceiveClosed` follows; the prefill node gets `SendFailed` with the same `busy`.
+        """
+        self._loop.submit(partial(self._shell.table.cancel, transfer_id, reason, busy=busy))
 
     def peers_up(self) -> frozenset[Incarnation]:
         """Return the prefill nodes with a completed handshake."""

@@ -164,10 +164,10 @@ class ReceiveTransfer:
         if self.life.advance(T.REFUSE, now_s):
             self._end(nack)
 
-    def cancel(self, reason: str, now_s: float) -> None:
-        """The node has no use for it any more."""
+    def cancel(self, reason: str, busy: bool, now_s: float) -> None:
+        """The node has no use for it any more, or (`busy`) no room."""
         if self.life.advance(T.CANCEL, now_s):
-            self._end(Abort(self.spec.transfer_id, finished=False, reason=reason))
+            self._end(Abort(self.spec.transfer_id, finished=False, reason=reason, busy=busy))
 
     def data(self, message: Data, payload: memoryview, now_s: float) -> None:
         """DATA came: check everything, then have it placed."""
@@ -210,7 +210,7 @@ class ReceiveTransfer:
                 self._out.append(Emit(FinishedEarly(self.spec.transfer_id)))
                 self._end(None)
         else:
-            self._fail(T.ABORT, "peer_aborted", message.reason, None, now_s)
+            self._fail(T.ABORT, "peer_aborted", message.reason, None, now_s, busy=message.busy)
 
     def fault(self, reason: NackReason, detail: str, now_s: float) -> None:
         """A frame does not fit, a placement failed, or its connection is damaged."""
@@ -232,7 +232,8 @@ class ReceiveTransfer:
         if self.life.state is S.EXPECTED:
             self._fail(T.EXPIRE, "no_open", detail, None, now_s)
         elif self.life.state is S.OPENED:
-            self._fail(T.EXPIRE, "no_grant", detail, Nack(self.spec.transfer_id, NackReason.BUSY, detail), now_s)
+            nack = Nack(self.spec.transfer_id, NackReason.BUSY, detail)
+            self._fail(T.EXPIRE, "no_grant", detail, nack, now_s, busy=True)
         else:
             self._fail(T.EXPIRE, "kv_nack_idle", detail, Nack(self.spec.transfer_id, NackReason.IDLE, detail), now_s)
 
@@ -298,9 +299,17 @@ class ReceiveTransfer:
             return NackReason.INCOMPLETE, f"layer {layer} lacks tokens [{tokens.start}, {tokens.stop})"
         return None
 
-    def _fail(self, trigger: ReceiveTrigger, reason: str, detail: str, answer: Nack | None, now_s: float) -> None:
+    def _fail(
+        self,
+        trigger: ReceiveTrigger,
+        reason: str,
+        detail: str,
+        answer: Nack | None,
+        now_s: float,
+        busy: bool = False,
+    ) -> None:
         if self.life.advance(trigger, now_s):
-            self._out.append(Emit(ReceiveFailed(self.spec.transfer_id, reason, detail)))
+            self._out.append(Emit(ReceiveFailed(self.spec.transfer_id, reason, detail, busy)))
             self._end(answer)
 
     def _end(self, answer: Ack | Nack | Abort | None) -> None:

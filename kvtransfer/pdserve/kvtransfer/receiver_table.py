@@ -94,10 +94,10 @@ class ReceiverTable:
             transfer.refuse(reason, now_s)
             self._settle(transfer, now_s)
 
-    def cancel(self, transfer_id: TransferId, reason: str, now_s: float) -> None:
-        """The node has no use for it any more."""
+    def cancel(self, transfer_id: TransferId, reason: str, now_s: float, busy: bool = False) -> None:
+        """The node has no use for it any more, or (`busy`) no room."""
         if transfer := self._find(transfer_id):
-            transfer.cancel(reason, now_s)
+            transfer.cancel(reason, busy, now_s)
             self._settle(transfer, now_s)
 
     def placed(self, transfer_id: TransferId, place_s: float) -> None:

@@ -86,9 +86,15 @@ class KvSendService:
         asked_s = self._clock.now_s()
         self._loop.submit(partial(self._shell.table.commit, transfer_id, tokens, dict(durations_s), asked_s))
 
-    def abort(self, transfer_id: TransferId, reason: str, finished: bool = False) -> None:
-        """Give up, or (`finished`) say that all sequences ended at their first token. `SendClosed` follows."""
-        self._loop.submit(partial(self._shell.table.abort, transfer_id, reason, finished))
+    def abort(self, transfer_id: TransferId, reason: str, finished: bool = False, busy: bool = False) -> None:
+        """Give up, or say that nothing is wrong: `finished`, all sequences ended at their first token; `busy`, no room.
+
+        `SendClosed` follows; the decode node gets `FinishedEarly`, or `ReceiveFailed` with the same `busy`. Raises ValueError
+        if both are said.
+        """
+        if finished and busy:
+            raise ValueError("an abort is either finished or busy")
+        self._loop.submit(partial(self._shell.table.abort, transfer_id, reason, finished, busy=busy))
 
     def peers_up(self) -> frozenset[Incarnation]:
         """Return the decode nodes with a completed handshake."""

@@ -219,7 +219,7 @@ class SendTransfer:
 
     def peer_aborted(self, abort: Abort, now_s: float) -> None:
         """The decode node gave up."""
-        self._fail(T.PEER_ABORT, "peer_aborted", abort.reason, now_s)
+        self._fail(T.PEER_ABORT, "peer_aborted", abort.reason, now_s, busy=abort.busy)
 
     def gone(self, gone: Gone, now_s: float) -> None:
         """The decode node does not know the transfer, or not any more."""
@@ -237,10 +237,10 @@ class SendTransfer:
         """This side cannot go on."""
         self._give_up(T.FAULT, reason, detail, now_s)
 
-    def abort(self, reason: str, finished: bool, now_s: float) -> None:
-        """The node gives up, or (`finished`) has nothing to hand over."""
+    def abort(self, reason: str, finished: bool, busy: bool, now_s: float) -> None:
+        """The node gives up, or (`finished`) has nothing to hand over, or (`busy`) has no room."""
         if self.life.advance(T.ABORT, now_s):
-            self._send_abort(reason, finished)
+            self._send_abort(reason, finished, busy)
             self._close()
 
     def expire(self, now_s: float) -> None:
@@ -288,9 +288,9 @@ class SendTransfer:
         self._send(Commit(said.transfer_id, said.attempt, self._num_frames, said.tokens, said.durations_s))
         self._repeat_s = now_s + self._settings.lease_s
 
-    def _send_abort(self, reason: str, finished: bool) -> None:
+    def _send_abort(self, reason: str, finished: bool = False, busy: bool = False) -> None:
         if self.route is not None:
-            self._send(Abort(self.spec.transfer_id, finished, reason))
+            self._send(Abort(self.spec.transfer_id, finished, reason, busy))
 
     def _send(self, message: Open | Commit | Abort) -> None:
         assert self.route is not None
@@ -298,7 +298,7 @@ class SendTransfer:
 
     def _give_up(self, trigger: SendTrigger, reason: str, detail: str, now_s: float) -> None:
         if not self.is_over:
-            self._send_abort(reason, finished=False)
+            self._send_abort(reason)
         self._fail(trigger, reason, detail, now_s)
 
     def _fail(self, trigger: SendTrigger, reason: str, detail: str, now_s: float, busy: bool = False) -> None:

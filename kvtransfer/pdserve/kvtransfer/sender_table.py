@@ -110,10 +110,10 @@ class SenderTable:
             transfer.commit(tokens, durations_s, asked_s, now_s)
             self._settle(transfer, now_s)
 
-    def abort(self, transfer_id: TransferId, reason: str, finished: bool, now_s: float) -> None:
+    def abort(self, transfer_id: TransferId, reason: str, finished: bool, now_s: float, busy: bool = False) -> None:
         """The node gives up."""
         if transfer := self._find(transfer_id):
-            transfer.abort(reason, finished, now_s)
+            transfer.abort(reason, finished, busy, now_s)
             self._settle(transfer, now_s)
 
     def fault(self, transfer_id: TransferId, reason: str, detail: str, now_s: float) -> None:
