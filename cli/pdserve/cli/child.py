@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from pdserve.cli.parent import PARENT_VARIABLE
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
+from pdserve.core.settings import environment_warnings
 
 LONGEST_LINE_BYTES = 1 << 16
 """Longer log lines are cut into several."""
@@ -99,7 +100,9 @@ class Child:
     async def start(self, arguments: Sequence[str]) -> None:
         """Start the process in a process group of its own, so that a terminal's Ctrl-C does not reach it."""
         ready, given = os.pipe()
-        environment = {name: value for name, value in os.environ.items() if name not in TOPOLOGY_VARIABLES}
+        # Unknown variables mean nothing to the process either; the supervisor has warned of them once for all.
+        left_out = TOPOLOGY_VARIABLES | environment_warnings().keys()
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self.plan.command,

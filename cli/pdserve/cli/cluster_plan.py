@@ -2,57 +2,77 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.cli.child import ProcessPlan
 from pdserve.cli.supervisor import ClusterPlan
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings import (
-    DecodeSettings,
-    PrefillSettings,
-    ProcessSettings,
-    RouterSettings,
-    load_settings,
-)
+from pdserve.core.setting_faults import HINT, did_you_mean
+from pdserve.core.settings import ROLE_SETTINGS, ProcessSettings, RouterSettings, load_settings
 
 HOST = "127.0.0.1"
+MOST_NODES = 64
 SUPERVISED = frozenset({"host", "advertise", "kv_advertise", "kv_port", "ready_fd", "prefill", "decode"})
 """Settings that a local cluster decides itself."""
-KINDS: Mapping[str, type[ProcessSettings]] = {
-    "router": RouterSettings,
-    "prefill": PrefillSettings,
-    "decode": DecodeSettings,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What the user asked for. `shared` and `by_role` map settings' names to text; None counts as not given."""
+    """What the user asked for, all of it text. `shared` maps settings' names to values; None counts as not given."""
 
-    num_prefill: int = 1
-    num_decode: int = 1
-    shared: Mapping[str, str | None] | None = None
-    by_role: Mapping[str, Mapping[str, str]] | None = None
+    num_prefill: str = "1"
+    num_decode: str = "1"
+    shared: Mapping[str, str | None] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
     config: Path | None = None
 
 
-def plan_cluster(options: ClusterOptions) -> tuple[ClusterPlan, tuple[str, ...]]:
-    """Return the plan and the models that it needs. Raises ConfigError with the faults of every role together."""
-    given = {role: given_of(role, kind, options) for role, kind in KINDS.items()}
-    faults: list[str] = []
-    models: list[str] = []
-    for role, kind in KINDS.items():
+@dataclass(frozen=True, slots=True)
+class PlannedCluster:
+    """A cluster to run, the models that it needs, and whether its log lines are "text" or "json"."""
+
+    plan: ClusterPlan
+    models: tuple[str, ...]
+    log_format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sets:
+    """What `--set` options say: settings for every role that has them, settings by role, and what is wrong with the rest."""
+
+    shared: dict[str, str] = field(default_factory=dict)
+    by_role: dict[str, dict[str, str]] = field(default_factory=lambda: {role: {} for role in ROLE_SETTINGS})
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The settings that were given for one role, by name, and what to call each in an error."""
+
+    values: dict[str, str]
+    places: dict[str, str]
+
+
+def plan_cluster(options: ClusterOptions) -> PlannedCluster:
+    """Return the plan. Raises ConfigError with the faults of all options, of every role, and of the whole file together."""
+    sets = parse_sets(options.sets)
+    faults = [*count_faults(options), *sets.faults]
+    given = {role: given_of(role, kind, options, sets) for role, kind in ROLE_SETTINGS.items()}
+    settings: dict[str, ProcessSettings] = {}
+    for role, kind in ROLE_SETTINGS.items():
         try:
-            settings = load_settings(kind, given[role] | {"host": HOST}, options.config)
-            models.append(settings.model)
+            settings[role] = load_settings(
+                kind, given[role].values | {"host": HOST}, options.config, options=given[role].places
+            )
         except ConfigError as error:
             faults += [fault for fault in error.faults if fault not in faults]
     if faults:
-        raise ConfigError(faults)
-    router = load_settings(RouterSettings, given["router"] | {"host": HOST}, options.config)
-    commands = {role: command_of(role, given[role], options.config) for role in KINDS}
-    counts = (("prefill", options.num_prefill), ("decode", options.num_decode))
+        raise ConfigError(faults, hint=HINT)
+    router = settings["router"]
+    assert isinstance(router, RouterSettings)
+    commands = {role: command_of(role, given[role].values, options.config) for role in ROLE_SETTINGS}
+    counts = (("prefill", int(options.num_prefill)), ("decode", int(options.num_decode)))
     nodes = [ProcessPlan(f"{role}-{i}", role, commands[role]) for role, count in counts for i in range(count)]
     plan = ClusterPlan(
         router=ProcessPlan("router", "router", commands["router"]),
@@ -61,43 +81,52 @@ def plan_cluster(options: ClusterOptions) -> tuple[ClusterPlan, tuple[str, ...]]
         port=router.port,
         drain_s=router.drain_s,
     )
-    return plan, tuple(dict.fromkeys(models))
+    return PlannedCluster(plan, tuple(dict.fromkeys(its.model for its in settings.values())), router.log_format)
 
 
-def given_of(role: str, kind: type[ProcessSettings], options: ClusterOptions) -> dict[str, str]:
-    """Return the settings that were given for `role`, by name. The port is the router's alone."""
+def count_faults(options: ClusterOptions) -> list[str]:
+    """Return what is wrong with the numbers of nodes."""
+    counts = (("--prefill", options.num_prefill), ("--decode", options.num_decode))
+    return [
+        f"{name}: must be a whole number from 1 to {MOST_NODES} (given: {text!r})"
+        for name, text in counts
+        if not (text.isascii() and text.isdigit() and len(text) < 5 and 1 <= int(text) <= MOST_NODES)
+    ]
+
+
+def given_of(role: str, kind: type[ProcessSettings], options: ClusterOptions, sets: Sets) -> Given:
+    """Return what was given for `role`. The port is the router's alone."""
+    named = {name: value for name, value in options.shared.items() if value is not None}
     shared = {
         name: value
-        for name, value in (options.shared or {}).items()
-        if value is not None and name in kind.model_fields and (name != "port" or role == "router")
+        for name, value in (sets.shared | named).items()
+        if name in kind.model_fields and (name != "port" or role == "router")
     }
-    return shared | dict((options.by_role or {}).get(role, {}))
+    places = {name: f"--set {name}" for name in shared if name not in named}
+    own = sets.by_role[role]
+    return Given(shared | own, places | {name: f"--set {role}.{name}" for name in own})
 
 
-def parse_sets(texts: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """Return shared settings and settings by role from texts NAME=VALUE and ROLE.NAME=VALUE.
-
-    Raises ConfigError naming every text that is neither, and every name that no role knows.
-    """
-    shared: dict[str, str] = {}
-    by_role: dict[str, dict[str, str]] = {role: {} for role in KINDS}
-    faults = []
+def parse_sets(texts: Sequence[str]) -> Sets:
+    """Return what texts NAME=VALUE and ROLE.NAME=VALUE say, with a fault for every text that says nothing."""
+    sets = Sets()
+    everything = {name for kind in ROLE_SETTINGS.values() for name in kind.model_fields}
     for text in texts:
         target, is_set, value = text.partition("=")
         role, dot, name = target.rpartition(".")
         name = name.replace("-", "_")
-        known = KINDS[role].model_fields if role in KINDS else {n for kind in KINDS.values() for n in kind.model_fields}
-        if not is_set or (dot and role not in KINDS):
-            faults.append(f"--set {text}: not NAME=VALUE or ROLE.NAME=VALUE with a role of {', '.join(KINDS)}")
+        known = set(ROLE_SETTINGS[role].model_fields) if role in ROLE_SETTINGS else everything
+        if not is_set or (dot and role not in ROLE_SETTINGS):
+            sets.faults.append(
+                f"--set {text}: must be NAME=VALUE or ROLE.NAME=VALUE with a role of {', '.join(ROLE_SETTINGS)}"
+            )
         elif name not in known:
-            faults.append(f"--set {text}: unknown setting {name!r}")
+            sets.faults.append(f"--set {target}: unknown setting{did_you_mean(name, known)}")
         elif name in SUPERVISED or (name == "port" and role in ("prefill", "decode")):
-            faults.append(f"--set {text}: a local cluster decides {name} itself")
+            sets.faults.append(f"--set {target}: a local cluster decides {name} itself")
         else:
-            (by_role[role] if dot else shared)[name] = value
-    if faults:
-        raise ConfigError(faults)
-    return shared, by_role
+            (sets.by_role[role] if dot else sets.shared)[name] = value
+    return sets
 
 
 def command_of(role: str, given: Mapping[str, str], config: Path | None) -> tuple[str, ...]:

@@ -7,15 +7,19 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.cli.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 GIB = 1 << 30
 
@@ -43,22 +47,37 @@ class Finding:
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
     """Examine this machine. The exit status is 1 if something will not work."""
-    from rich.text import Text
-
-    from pdserve.cli.report import output, write_json
+    from pdserve.cli.report import errors_as_json, output, write_json
 
     findings = []
-    for finding in examine():
-        findings.append(finding)
-        if not as_json:
-            line = Text.assemble(
-                (f"{finding.verdict:<5}", STYLES[finding.verdict]), (f"{finding.name:<15}", "bold"), finding.fact
-            )
-            output().print(line.append(f"\n{'':20}→ {finding.advice}" if finding.advice else ""))
+    with errors_as_json(as_json):
+        for finding in examine():
+            findings.append(finding)
+            if not as_json:
+                output().print(finding_view(finding))
+    has_failed = any(finding.verdict is Verdict.FAIL for finding in findings)
+    code = ExitCode.FAILED if has_failed else ExitCode.OK
     if as_json:
-        write_json({"findings": [asdict(finding) for finding in findings]})
-    if any(finding.verdict is Verdict.FAIL for finding in findings):
-        raise typer.Exit(ExitCode.FAILED)
+        write_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
+    raise typer.Exit(code)
+
+
+def finding_view(finding: Finding) -> "RenderableType":
+    """Return a finding with its advice below the fact, each wrapped within its column."""
+    from rich.table import Table
+
+    view = Table.grid()
+    view.add_column(width=5, style=STYLES[finding.verdict])
+    view.add_column(width=15, style="bold")
+    view.add_column(overflow="fold")
+    view.add_row(finding.verdict, finding.name, finding.fact)
+    if finding.advice:
+        advice = Table.grid()
+        advice.add_column(width=2)
+        advice.add_column(overflow="fold")
+        advice.add_row("→", finding.advice)
+        view.add_row("", "", advice)
+    return view
 
 
 def examine() -> Iterator[Finding]:
@@ -156,10 +175,15 @@ def models() -> Iterator[Finding]:
     from pdserve.core.models import ALIASES, MANIFEST_NAME, cache_dir, prepared_dir
 
     folder = cache_dir()
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(above, os.W_OK):
-        yield Finding("cache", Verdict.FAIL, f"{folder} cannot be written", "set PDSERVE_CACHE to a folder of yours")
-    free = shutil.disk_usage(above).free
+    # A link that leads nowhere counts as there: nothing can be made in its place.
+    above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            free = shutil.disk_usage(above).free
+    except OSError as error:
+        fact = f"{folder} cannot be {'written' if above == folder else 'made'} ({above}: {error.strerror})"
+        yield Finding("cache", Verdict.FAIL, fact, "set PDSERVE_CACHE to a folder of yours")
+        return
     short = free < 2 * GIB
     advice = "a model needs up to 2 GiB while it is prepared; set PDSERVE_CACHE elsewhere" if short else ""
     fact = f"{folder}, {free / GIB:.1f} GiB free"
@@ -168,6 +192,14 @@ def models() -> Iterator[Finding]:
         there = (prepared_dir(alias) / MANIFEST_NAME).is_file()
         advice = "" if there else f"`pdserve pull {alias.name}` prepares it; `up` and `demo` do so by themselves"
         yield Finding("model", Verdict.OK, f"{alias.name}: {'ready' if there else 'not prepared'}", advice)
+
+
+def environment() -> Iterator[Finding]:
+    """Variables that look like settings and are none."""
+    from pdserve.core.settings import environment_warnings
+
+    for name, words in environment_warnings().items():
+        yield Finding("environment", Verdict.WARN, name, words.removeprefix(f"environment variable {name} "))
 
 
 def ports() -> Iterator[Finding]:
@@ -191,5 +223,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     compiler,
     memory,
     models,
+    environment,
     ports,
 )

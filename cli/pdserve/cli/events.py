@@ -1,6 +1,8 @@
-"""What a supervised cluster does, as events, and the two ways to show them: lines for people, JSON lines for programs."""
+"""What a supervised cluster does, as events, and the ways to show them: lines for people, JSON lines for programs."""
 
+import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Protocol, TextIO
@@ -101,11 +103,14 @@ class Restarting(Event):
 
     kind: ClassVar[str] = "restarting"
     name: str
+    role: str
     delay_s: float
 
     def line(self) -> str:
         """Return the event as a line for people."""
-        return f"{self.name} starts again in {self.delay_s:g} s, at the same port; the router reconnects by itself"
+        is_router = self.role == "router"
+        meaning = "open requests are lost, so ask again" if is_router else "the router reconnects by itself"
+        return f"{self.name} starts again in {self.delay_s:g} s, at the same port; {meaning}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +139,13 @@ class Stopped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The cluster ended because it could not go on."""
+    """The cluster could not start, or could not go on. `reason` is an upper-snake name, e.g. ADDRESS_IN_USE."""
 
     kind: ClassVar[str] = "failed"
     message: str
     exit_code: int
+    reason: str
+    hint: str = ""
 
     def line(self) -> str:
         """Return the event as a line for people."""
@@ -156,7 +163,10 @@ class Reporter(Protocol):
 
 
 class JsonReporter:
-    """Events as JSON lines on standard output, log lines with their process's name on standard error."""
+    """Events as JSON lines on standard output; log lines on standard error, as JSON too if `json_logs`."""
+
+    def __init__(self, *, json_logs: bool = False) -> None:
+        self._json_logs = json_logs
 
     def event(self, event: Event) -> None:
         """Show one event."""
@@ -164,8 +174,32 @@ class JsonReporter:
 
     def log(self, name: str, line: str) -> None:
         """Show one line that process `name` wrote."""
-        sys.stderr.write(f"{name} | {line}\n")
+        sys.stderr.write((json_line(name, line) if self._json_logs else f"{name} | {line}") + "\n")
         sys.stderr.flush()
+
+
+class JsonLogReporter:
+    """One stream of JSON log lines: those of the processes, and events as lines of the process `pdserve`."""
+
+    def event(self, event: Event) -> None:
+        """Show one event."""
+        level = "error" if event.kind in ("exited", "restarting", "failed") else "info"
+        entry = {"time": time.time(), "level": level, "event": event.kind, "message": event.line()}
+        self.log("pdserve", json.dumps(entry))
+
+    def log(self, name: str, line: str) -> None:
+        """Show one line that process `name` wrote."""
+        sys.stdout.write(json_line(name, line) + "\n")
+        sys.stdout.flush()
+
+
+def json_line(process: str, line: str) -> str:
+    """Return a log line as a JSON object that names its process; what is no JSON object becomes the message of one."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    return json.dumps({"process": process, **(entry if isinstance(entry, dict) else {"message": line})})
 
 
 class ConsoleReporter:

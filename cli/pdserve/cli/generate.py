@@ -1,12 +1,13 @@
 """`pdserve generate`: one prompt, its answer as it comes."""
 
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pdserve.client import Answer, Options, Prompt
@@ -18,7 +19,9 @@ ServerOption = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", metavar="HOS
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Ask through the model's chat template.")] = False,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Ask through the model's chat template.", show_default=False)
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Longest answer. Default: what the model has room for.")
@@ -38,8 +41,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines; the last one holds the whole answer.")] = False,
 ) -> None:
     """Stream the answer to a prompt. Ctrl-C cancels the request."""
-    from pdserve.cli.exit_codes import exit_code_of
-    from pdserve.cli.report import error_as_json, message_of, run_async, show_error, write_json
+    from pdserve.cli.report import errors_as_json, run_async
     from pdserve.client import Options
 
     options = Options(
@@ -54,16 +56,9 @@ def generate(
         stop=tuple(stop or ()),
         timeout_s=timeout_s,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
-    try:
-        answer = run_async(
-            ask(server, prompt_of(text, chat=chat, system=system), options, stream=stream, as_json=as_json)
-        )
-    except PdserveError as error:
-        if as_json:
-            write_json(error_as_json(error))
-        show_error(message_of(error), error.hint)
-        raise typer.Exit(exit_code_of(error)) from None
+    with errors_as_json(as_json):
+        question = prompt_of(text_of(prompt), chat=chat, system=system)
+        answer = run_async(ask(server, question, options, stream=stream, as_json=as_json))
     if timeline and not as_json and answer.summary is not None:
         from pdserve.cli.report import output
         from pdserve.cli.timeline_view import timeline_view
@@ -72,10 +67,21 @@ def generate(
         output().print(timeline_view(answer.summary))
 
 
-def prompt_of(text: str, *, chat: bool, system: str | None) -> "Prompt":
-    """Return the prompt in the form that was asked for."""
+def text_of(prompt: str) -> str:
+    """Return the prompt, read from standard input for "-". Raises InvalidRequest if its bytes are not UTF-8."""
+    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the prompt is not valid UTF-8 (byte {error.start})") from None
+
+
+def prompt_of(text: str, *, chat: bool | None, system: str | None) -> "Prompt":
+    """Return the prompt in the form that was asked for. Raises InvalidRequest for a system message without a chat."""
     from pdserve.client import Chat, Turn
 
+    if system is not None and chat is False:
+        raise InvalidRequest("--system needs a chat: leave --no-chat or --system out")
     if system is not None:
         return Chat((Turn("system", system), Turn("user", text)))
     return Chat((Turn("user", text),)) if chat else text

@@ -1,17 +1,18 @@
 """How commands speak: results on standard output, errors as one red line and a hint on standard error."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from pdserve.cli.exit_codes import exit_code_of
-from pdserve.core.errors import Cancelled, PdserveError
+from pdserve.core.errors import Cancelled, InternalError, PdserveError
 
 T = TypeVar("T")
 PIPE_WIDTH = 200
@@ -43,9 +44,15 @@ def show_error(message: str, hint: str = "") -> None:
         console.print(Text.assemble(("hint: ", "bold"), hint))
 
 
+def show_warning(message: str) -> None:
+    """Show something that is probably not meant, and does not stop the command."""
+    errors_output().print(Text.assemble(("warning: ", "bold yellow"), message))
+
+
 def message_of(error: PdserveError) -> str:
     """Return the message, with the field at fault where it is not named already."""
-    named = not error.field or error.field in error.message
+    last = error.field if "[" in error.field else error.field.rpartition(".")[2]
+    named = not error.field or last in error.message
     return error.message if named else f"{error.field}: {error.message}"
 
 
@@ -67,6 +74,26 @@ def error_as_json(error: PdserveError) -> dict[str, object]:
         "metadata": error.metadata,
         "exit_code": int(exit_code_of(error)),
     }
+
+
+@contextlib.contextmanager
+def errors_as_json(wanted: bool) -> Iterator[None]:
+    """Print an error that leaves the context as a JSON object too, if `wanted`, and let it go on."""
+    try:
+        yield
+    except PdserveError as error:
+        if wanted:
+            write_json(error_as_json(error))
+        raise
+    except Exception as error:
+        if wanted:
+            write_json(error_as_json(InternalError(f"{type(error).__name__}: {error}")))
+        raise
+
+
+def count(number: float, noun: str) -> str:
+    """Return "1 token", "2 tokens"."""
+    return f"{number:g} {noun}" if number == 1 else f"{number:,.0f} {noun}s"
 
 
 def run_async(main: Coroutine[object, object, T]) -> T:

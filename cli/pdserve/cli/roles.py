@@ -1,5 +1,6 @@
 """`pdserve router`, `pdserve prefill`, `pdserve decode`: one process each, as a pod would run it."""
 
+import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -13,16 +14,19 @@ from pdserve.core.settings import (
     PrefillSettings,
     ProcessSettings,
     RouterSettings,
+    environment_warnings,
     load_settings,
 )
 
 S = TypeVar("S", bound=ProcessSettings)
 
+logger = logging.getLogger(__name__)
+
 
 def run_router(given: Mapping[str, Any], config: Path | None) -> None:
     """Run a router until it is told to stop."""
     settings = load_settings(RouterSettings, given, config)
-    set_up_logs("router", settings.log_format, settings.log_level)
+    start_logs(settings)
     from pdserve.router.server import serve
 
     run_service(serve, settings)
@@ -31,7 +35,7 @@ def run_router(given: Mapping[str, Any], config: Path | None) -> None:
 def run_prefill(given: Mapping[str, Any], config: Path | None) -> None:
     """Run a prefill node until it is told to stop."""
     settings = load_settings(PrefillSettings, given, config)
-    set_up_logs("prefill", settings.log_format, settings.log_level)
+    start_logs(settings)
     limit_threads(settings)
     from pdserve.prefill_node.server import serve
 
@@ -41,11 +45,18 @@ def run_prefill(given: Mapping[str, Any], config: Path | None) -> None:
 def run_decode(given: Mapping[str, Any], config: Path | None) -> None:
     """Run a decode node until it is told to stop."""
     settings = load_settings(DecodeSettings, given, config)
-    set_up_logs("decode", settings.log_format, settings.log_level)
+    start_logs(settings)
     limit_threads(settings)
     from pdserve.decode_node.server import serve
 
     run_service(serve, settings)
+
+
+def start_logs(settings: ProcessSettings) -> None:
+    """Set the logs up, and begin them with variables of the environment that are probably misspelt."""
+    set_up_logs(settings.table, settings.log_format, settings.log_level)
+    for warning in environment_warnings().values():
+        logger.warning("%s", warning)
 
 
 def limit_threads(settings: NodeSettings) -> None:

@@ -1,6 +1,7 @@
 """Asks a starting router what it still waits for."""
 
 from pdserve.client.client import Client
+from pdserve.client.unreachable import essence_of
 from pdserve.core.errors import PdserveError
 
 
@@ -22,7 +23,9 @@ class RouterProbe:
         except PdserveError as error:
             return str(error)
         late = [node for node in state.nodes if node.state != "ready"]
-        told = [f"{node.address} {node.state}" + (f" ({node.reason})" if node.reason else "") for node in late]
+        told = [
+            f"{node.address} {node.state}" + (f" ({essence_of(node.reason)})" if node.reason else "") for node in late
+        ]
         return "; ".join(told) or "the router is not ready yet"
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.cli.events import Draining, Failed, Reporter, Stopped
 from pdserve.cli.exit_codes import ExitCode, exit_code_of
 from pdserve.cli.supervisor import ClusterFailed, Supervisor
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InternalError, PdserveError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IDLE_DRAIN_S = 5.0
@@ -74,7 +74,7 @@ async def supervise(
             await end_tasks(tasks)
             failures = [error for task in done if (error := task.exception()) is not None]
             for error in failures:
-                reporter.event(Failed(str(error), exit_code_for(error)))
+                reporter.event(failed_event(error))
             has_work = is_ready.is_set() and not failures
             code = await drain(supervisor, reporter, drain_s if has_work else min(drain_s, IDLE_DRAIN_S), stop)
         finally:
@@ -86,15 +86,17 @@ async def supervise(
     return ExitCode.INTERRUPTED if was_interrupted else code
 
 
-def exit_code_for(error: BaseException) -> int:
-    """Return the exit status that a failure of the cluster, or of the work on it, ends the command with."""
+def failed_event(error: BaseException) -> Failed:
+    """Return what to report when the cluster, or the work on it, ends with `error`."""
     if isinstance(error, ClusterFailed):
-        return error.exit_code
-    return exit_code_of(error) if isinstance(error, PdserveError) else ExitCode.FAILED
+        return Failed(str(error), error.exit_code, "CLUSTER_FAILED")
+    if isinstance(error, PdserveError):
+        return Failed(error.message, exit_code_of(error), error.reason, error.hint)
+    return Failed(f"{type(error).__name__}: {error}", ExitCode.FAILED, InternalError("").reason)
 
 
 async def drain(supervisor: Supervisor, reporter: Reporter, within_s: float, stop: StopSignals) -> ExitCode:
-    """Drain within the time given, or until the second stop signal; kill what is left then."""
+    """Drain within the time given and a grace, or until the second stop signal; kill what is left then."""
     reporter.event(Draining(within_s))
     draining = asyncio.create_task(supervisor.drain(within_s), name="drain")
     second = asyncio.create_task(stop.second.wait(), name="second stop signal")

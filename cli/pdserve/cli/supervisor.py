@@ -30,13 +30,17 @@ class ClusterFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The processes of a cluster and its deadlines, seconds. `port` is the router's; 0 takes a free one."""
+    """The processes of a cluster and its deadlines, seconds. `port` is the router's; 0 takes a free one.
+
+    `stop_grace_s` is what processes get beyond the drain to tell their clients, and to end by themselves.
+    """
 
     router: ProcessPlan
     nodes: tuple[ProcessPlan, ...]
     host: str = "127.0.0.1"
     port: int = 50_051
     drain_s: float = 30.0
+    stop_grace_s: float = 10.0
     listen_wait_s: float = 120.0
     ready_wait_s: float = 600.0
     restarts: Callable[[], RestartPolicy] = RestartPolicy
@@ -68,7 +72,6 @@ class Supervisor:
         self._probe = probe
         self._router = Member(plan.router, plan.restarts())
         self._nodes = [Member(node, plan.restarts()) for node in plan.nodes]
-        self._is_stopping = False
 
     @property
     def address(self) -> str:
@@ -94,27 +97,41 @@ class Supervisor:
             raise failure_of(error) from None
 
     async def drain(self, within_s: float) -> bool:
-        """Tell the router to finish what it has, then the nodes; kill what is left. Return whether all ended by themselves."""
-        self._is_stopping = True
+        """Tell the router to finish what it has, then the nodes. Return whether all ended by themselves.
+
+        Each is killed only when it is still there a grace after the drain's time: what it has accepted is over then, and it is
+        busy with ending.
+        """
+        clock = asyncio.get_running_loop().time
+        ends_s = clock() + within_s
+        has_drained = True
+        for members in ([self._router], self._nodes):
+            for member in members:
+                self._signal(member, signal.SIGTERM)
+            patience_s = max(0.0, ends_s - clock()) + self._plan.stop_grace_s
+            has_drained &= await self._all_gone(members, patience_s)
+        return has_drained
+
+    async def _all_gone(self, members: list[Member], within_s: float) -> bool:
+        """Wait for the end of `members`; kill those that are left after `within_s`. Return whether none was."""
         try:
             async with asyncio.timeout(within_s):
-                for members in ([self._router], self._nodes):
-                    for member in members:
-                        self._signal(member, signal.SIGTERM)
-                    for member in members:
-                        await self._gone(member)
+                for member in members:
+                    await self._gone(member)
         except TimeoutError:
-            await self.kill()
+            await self._kill(members)
             return False
         return True
 
     async def kill(self) -> None:
         """End every process at once."""
-        self._is_stopping = True
-        for member in self._members:
+        await self._kill(self._members)
+
+    async def _kill(self, members: list[Member]) -> None:
+        for member in members:
             self._signal(member, signal.SIGKILL)
         async with asyncio.timeout(KILL_WAIT_S):
-            for member in self._members:
+            for member in members:
                 await self._gone(member)
 
     @property
@@ -184,7 +201,7 @@ class Supervisor:
                     f"{member.restarts.window_s:g} s",
                     status if status > 0 else ExitCode.FAILED,
                 )
-            self._reporter.event(Restarting(member.plan.name, delay_s))
+            self._reporter.event(Restarting(member.plan.name, member.plan.role, delay_s))
             await asyncio.sleep(delay_s)
             try:
                 await self._start(member)

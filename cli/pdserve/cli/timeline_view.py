@@ -4,9 +4,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.client.answer import Summary, Timeline
+from pdserve.cli.report import count
+from pdserve.client.answer import Overlapped, Stage, Summary, Timeline
 
 BAR_CELLS = 40
+INNER_ORDER = ("queue", "wait", "compute")
+"""In which order node durations of a stage are shown, by the last part of their names; others follow, by name."""
 COLOURS = {
     "admission": "white",
     "placement": "white",
@@ -33,11 +36,20 @@ def timeline_view(summary: Summary) -> RenderableType:
         colour = COLOURS.get(stage.name, "blue")
         bar = Text(bar_of(before_s, stage.duration_s, timeline.e2el_s), style=colour)
         table.add_row(Text(name, style=colour), ms(stage.duration_s), f"{share:.0%}", bar)
-        nested = [*stage.nodes, ("hop", stage.hop_s)] if stage.nodes else []
-        for inner, duration_s in nested:
+        for inner, duration_s in nested_in(stage):
             table.add_row(Text(f"  {inner}", style="dim"), Text(ms(duration_s), style="dim"), "", "")
         before_s += stage.duration_s
     return Group(table, Text(), *totals(summary, timeline))
+
+
+def nested_in(stage: Stage) -> list[tuple[str, float]]:
+    """Return the durations inside a stage in an order that does not vary, and the hop, which is what they leave."""
+
+    def rank(duration: tuple[str, float]) -> tuple[int, str]:
+        last = duration[0].rpartition(".")[2]
+        return (INNER_ORDER.index(last) if last in INNER_ORDER else len(INNER_ORDER), duration[0])
+
+    return [*sorted(stage.nodes, key=rank), ("hop", stage.hop_s)] if stage.nodes else []
 
 
 def bar_of(before_s: float, duration_s: float, whole_s: float) -> str:
@@ -51,20 +63,30 @@ def bar_of(before_s: float, duration_s: float, whole_s: float) -> str:
 
 def totals(summary: Summary, timeline: Timeline) -> list[Text]:
     """Return the lines below the table."""
-    usage, beside = summary.usage, timeline.overlapped
+    usage = summary.usage
+    per_token = f"then {ms(timeline.tpot_s)} ms per token, " if usage.completion_tokens > 1 else ""
+    read, made = count(usage.prompt_tokens, "prompt token"), count(usage.completion_tokens, "answer token")
     lines = [
-        f"first token {ms(timeline.ttft_s)} ms, then {ms(timeline.tpot_s)} ms per token, whole answer {ms(timeline.e2el_s)} ms",
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_prompt_tokens} cached), {usage.completion_tokens} answer tokens",
+        f"first token {ms(timeline.ttft_s)} ms, {per_token}whole answer {ms(timeline.e2el_s)} ms",
+        f"{read} ({usage.cached_prompt_tokens} cached), {made}",
     ]
-    if beside.kv_bytes:
-        lines.append(
-            f"KV moved beside compute: {beside.kv_bytes / 2**20:.1f} MiB in {beside.kv_frames} frames, "
-            f"{ms(beside.exposed_transfer_s)} ms of it not hidden"
-        )
+    lines += beside_lines(timeline.overlapped)
     lines += [
         f"attempt {s.attempt} ended ({s.cause}); the answer stood still {ms(s.duration_s)} ms" for s in timeline.stalls
     ]
     return [Text(line) for line in lines]
+
+
+def beside_lines(beside: Overlapped) -> list[str]:
+    """Return what happened beside the stages, and is not part of their sum."""
+    lines = []
+    if beside.kv_bytes:
+        moved = f"{beside.kv_bytes / 2**20:.1f} MiB in {count(beside.kv_frames, 'frame')}"
+        place = f"place {ms(beside.place_s)} ms, wait for blocks {ms(beside.reserve_wait_s)} ms"
+        lines.append(f"KV moved beside compute: {moved}, {ms(beside.exposed_transfer_s)} ms of it not hidden")
+        lines.append(f"beside the stages: pack {ms(beside.pack_s)} ms, {place}")
+    early = ", ".join(f"{name} {ms(duration_s)} ms" for name, duration_s in sorted(beside.nodes))
+    return [*lines, f"began before their stage: {early}"] if early else lines
 
 
 def ms(seconds: float) -> str:

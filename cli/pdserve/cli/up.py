@@ -5,21 +5,28 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
-from pdserve.cli.events import ConsoleReporter, JsonReporter, Preparing, Reporter
+from pdserve.cli.cluster_plan import ClusterOptions, PlannedCluster, plan_cluster
+from pdserve.cli.events import ConsoleReporter, Failed, JsonLogReporter, JsonReporter, Preparing, Reporter
+from pdserve.cli.exit_codes import exit_code_of
 from pdserve.cli.model_steps import OnStep, in_steps, ready_model
-from pdserve.cli.report import run_async, show_error
+from pdserve.cli.report import message_of, run_async, show_error, show_warning
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor, refuse_busy_port
+from pdserve.core.errors import PdserveError
 from pdserve.core.models import DEFAULT_MODEL
+from pdserve.core.settings import environment_warnings
 
 Text = str | None
 
 
 def up(
     model: Annotated[Text, typer.Option(help=f"Alias or model folder. Default: {DEFAULT_MODEL}.")] = None,
-    prefill: Annotated[int, typer.Option(min=1, max=64, envvar="PDSERVE_UP_PREFILL", help="Prefill nodes.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, max=64, envvar="PDSERVE_UP_DECODE", help="Decode nodes.")] = 1,
+    prefill: Annotated[
+        str, typer.Option(metavar="INTEGER", envvar="PDSERVE_UP_PREFILL", help="Prefill nodes, 1 to 64.")
+    ] = "1",
+    decode: Annotated[
+        str, typer.Option(metavar="INTEGER", envvar="PDSERVE_UP_DECODE", help="Decode nodes, 1 to 64.")
+    ] = "1",
     port: Annotated[Text, typer.Option(metavar="INTEGER", help="Router's port; 0: a free one. Default: 50051.")] = None,
     threads: Annotated[Text, typer.Option(metavar="INTEGER", help="Engine threads of every node.")] = None,
     block_size: Annotated[Text, typer.Option(metavar="INTEGER", help="Token positions per KV block.")] = None,
@@ -41,7 +48,6 @@ def up(
 
     The first Ctrl-C or SIGTERM drains, the second stops at once. A process that dies is started again at the same port.
     """
-    shared, by_role = parse_sets(sets or [])
     named = {
         "model": model,
         "port": port,
@@ -55,24 +61,40 @@ def up(
         "log_level": log_level,
         "hold_at": hold_at,
     }
-    options = ClusterOptions(
-        prefill, decode, shared | {n: v for n, v in named.items() if v is not None}, by_role, config
-    )
+    options = ClusterOptions(prefill, decode, named, tuple(sets or ()), config)
     raise typer.Exit(run_cluster(options, as_json=as_json))
 
 
 def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
     """Prepare the models, run the cluster, and return the exit status."""
-    plan, models = plan_cluster(options)
-    refuse_busy_port(plan.host, plan.port)
-    reporter = JsonReporter() if as_json else ConsoleReporter()
-    for model in models:
-        ready_model(model, preparing(model, reporter))
+    for warning in environment_warnings().values():
+        show_warning(warning)
     try:
-        return run_async(run_plan(plan, reporter))
+        planned, reporter = prepared(options, as_json=as_json)
+    except PdserveError as error:
+        if as_json:
+            JsonReporter().event(Failed(message_of(error), exit_code_of(error), error.reason, error.hint))
+        raise
+    try:
+        return run_async(run_plan(planned.plan, reporter))
     except ClusterFailed as error:
         show_error(str(error))
         return error.exit_code
+
+
+def prepared(options: ClusterOptions, *, as_json: bool) -> tuple[PlannedCluster, Reporter]:
+    """Return a cluster that can be started, with its models ready, and what will show it."""
+    planned = plan_cluster(options)
+    refuse_busy_port(planned.plan.host, planned.plan.port)
+    json_logs = planned.log_format == "json"
+    reporter: Reporter = ConsoleReporter()
+    if as_json:
+        reporter = JsonReporter(json_logs=json_logs)
+    elif json_logs:
+        reporter = JsonLogReporter()
+    for model in planned.models:
+        ready_model(model, preparing(model, reporter))
+    return planned, reporter
 
 
 def preparing(model: str, reporter: Reporter) -> OnStep:

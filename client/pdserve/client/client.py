@@ -10,8 +10,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client import pb as translate
 from pdserve.client.answer import Answer, ClusterState, Delta, Finished, ModelCard, Summary
+from pdserve.client.checks import check_address, check_request
 from pdserve.client.request import Options, Prompt
-from pdserve.core.errors import DeadlineExceeded, InternalError, InvalidRequest, PdserveError, Unreachable
+from pdserve.client.unreachable import unreachable
+from pdserve.core.errors import DeadlineExceeded, InternalError, InvalidRequest, PdserveError
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.options import channel_options
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
@@ -25,10 +27,12 @@ T = TypeVar("T")
 class Client:
     """A router's public contract. Use as `async with Client("127.0.0.1:50051") as client`.
 
-    Every method raises a `PdserveError`: the router's own, or Unreachable when nothing answers at the address.
+    Every method raises a `PdserveError`: the router's own, or Unreachable when no router answers at the address. The constructor
+    raises InvalidRequest for an address that is not HOST:PORT.
     """
 
     def __init__(self, address: str) -> None:
+        check_address(address)
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=channel_options(64 << 20))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -51,9 +55,11 @@ class Client:
         """Yield the parts of the answer as they arrive; the summary is the last one.
 
         Leaving the iteration early (`aclose`, cancellation) cancels the call on the router. With `stream` false all parts
-        arrive at once. Raises InternalError if the stream ends without its summary.
+        arrive at once. Raises InvalidRequest for what the contract cannot carry, and InternalError if the stream ends without
+        its summary.
         """
         options = options or Options()
+        check_request(prompt, options)
         try:
             request = translate.request_to_pb(prompt, options, stream=stream)
         except ValueError as error:
@@ -108,19 +114,10 @@ class Client:
             raise self._error(error) from None
 
     def _error(self, error: grpc.aio.AioRpcError, *, has_begun: bool = False) -> PdserveError:
+        lost = unreachable(self.address, error, has_begun=has_begun)
+        if lost is not None:
+            return lost
         typed = error_from_rpc(error)
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-            if has_begun:
-                return Unreachable(
-                    f"the connection to {self.address} was lost before the answer was complete",
-                    hint="what came so far is valid; ask again for the whole",
-                    metadata={"cause": error.details() or ""},
-                )
-            return Unreachable(
-                f"no router answers at {self.address}",
-                hint="start one with `pdserve up`, or name another with --server HOST:PORT",
-                metadata={"cause": error.details() or ""},
-            )
         if isinstance(typed, DeadlineExceeded) and not typed.hint:
             return DeadlineExceeded("the deadline passed before the answer was complete", hint="allow more time")
         return typed

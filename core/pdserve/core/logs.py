@@ -49,8 +49,11 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
-        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {record.getMessage()}"
+        message = record.getMessage()
+        # A peer that the message names already would only be read twice.
+        told = {name for name, value in _fields(record).items() if name == "peer" and str(value) in message}
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items() if name not in told)
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {message}"
         line = f"{line}  {fields}" if fields else line
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 

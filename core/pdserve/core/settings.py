@@ -5,10 +5,9 @@ keys at the top level are for every role and a table `[router]`, `[prefill]` or 
 """
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -22,9 +21,13 @@ from pydantic_settings import (
 from pdserve.core.errors import ConfigError
 from pdserve.core.hold import parse_hold
 from pdserve.core.models import DEFAULT_MODEL
+from pdserve.core.setting_faults import HINT, Places, faults_in, unknown_variables
+from pdserve.core.settings_file import read_settings_file
 
 WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - compared with, never bound
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+SHORTEST_SECRET = 16
+"""Characters of a secret that strangers could try to guess."""
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -41,12 +44,16 @@ class ProcessSettings(BaseSettings):
     port: int = Field(0, ge=0, le=65_535, description="gRPC port; 0 takes a free one.")
     advertise: str | None = Field(None, description="Host that others reach this process by; needed with 0.0.0.0.")
     model: str = Field(DEFAULT_MODEL, description="Built-in alias, or a Hugging Face model folder.")
-    log_format: str = Field("text", pattern="^(text|json)$", description="text or json.")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    log_format: Literal["text", "json"] = Field("text", description="text or json.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug, info, warning or error."
+    )
     lease_s: Seconds = Field(3.0, description="Silence after which the other side of a stream counts as gone.")
     beat_s: Seconds = Field(0.5, description="Interval of signs of life.")
     drain_s: Seconds = Field(30.0, description="Time that accepted work gets at shutdown.")
-    cluster_secret: SecretStr | None = Field(None, description="Shared secret of the cluster; required off loopback.")
+    cluster_secret: SecretStr | None = Field(
+        None, description="Shared secret of the cluster; required off loopback, at least 16 characters there."
+    )
     hold_at: str | None = Field(None, description="Test hook STAGE[:N]; refused unless PDSERVE_TEST=1.")
     ready_fd: int | None = Field(None, ge=0, description="File descriptor that gets one JSON line of bound addresses.")
 
@@ -76,6 +83,13 @@ class ProcessSettings(BaseSettings):
             raise ValueError("must not be empty")
         return host
 
+    @field_validator("cluster_secret")
+    @classmethod
+    def _secret_is_set(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and not secret.get_secret_value():
+            raise ValueError("must not be empty; leave it unset on loopback")
+        return secret
+
     @field_validator("hold_at")
     @classmethod
     def _hold_is_known_and_allowed(cls, hold_at: str | None) -> str | None:
@@ -96,6 +110,8 @@ class ProcessSettings(BaseSettings):
             faults.append("lease_s: must be at least three times beat_s")
         if self.needs_secret and self.cluster_secret is None:
             faults.append("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
+        if self.needs_secret and self.cluster_secret is not None and len(self.cluster_secret) < SHORTEST_SECRET:
+            faults.append(f"cluster_secret: must have at least {SHORTEST_SECRET} characters off loopback")
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -113,7 +129,10 @@ class ProcessSettings(BaseSettings):
     @property
     def secret(self) -> bytes | None:
         """The cluster secret, as bytes."""
-        return None if self.cluster_secret is None else self.cluster_secret.get_secret_value().encode()
+        if self.cluster_secret is None:
+            return None
+        # The environment's bytes, even where they are not UTF-8.
+        return self.cluster_secret.get_secret_value().encode(errors="surrogateescape")
 
 
 class RouterSettings(ProcessSettings):
@@ -171,10 +190,8 @@ class NodeSettings(ProcessSettings):
     max_model_len: Positive | None = Field(
         None, description="Longest prompt plus answer; unset: the model's own length."
     )
-    dtype: str = Field(
-        "auto",
-        pattern="^(auto|float32|bfloat16|float16)$",
-        description="auto (float32 on CPU), float32, bfloat16 or float16.",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto (float32 on CPU), float32, bfloat16 or float16."
     )
     device: str = Field("auto", description="auto, cpu or cuda[:N].")
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
@@ -203,8 +220,8 @@ class DecodeSettings(NodeSettings):
     kv_port: int = Field(0, ge=0, le=65_535, description="Port for KV; 0 takes a free one.")
     kv_advertise: str | None = Field(None, description="Host that prefill nodes reach for KV; unset: as advertise.")
     max_batch: Positive = Field(64, description="Sequences per step.")
-    reserve: str = Field(
-        "on_open", pattern="^(on_submit|on_open)$", description="When blocks are promised: on_submit or on_open."
+    reserve: Literal["on_submit", "on_open"] = Field(
+        "on_open", description="When blocks are promised: on_submit or on_open."
     )
     growth_blocks: int = Field(1, ge=0, description="Blocks kept free per running sequence when another is let in.")
 
@@ -216,65 +233,56 @@ class DecodeSettings(NodeSettings):
         return kv_advertise
 
 
-def load_settings(kind: type[T], given: Mapping[str, Any], config: Path | None = None) -> T:
+ROLE_SETTINGS: Mapping[str, type[ProcessSettings]] = {
+    kind.table: kind for kind in (RouterSettings, PrefillSettings, DecodeSettings)
+}
+
+
+def load_settings(
+    kind: type[T],
+    given: Mapping[str, Any],
+    config: Path | None = None,
+    *,
+    options: Mapping[str, str] | None = None,
+) -> T:
     """Return the settings of one process.
 
-    `given` holds what the command line set (values that are None count as not set). Raises ConfigError naming every fault.
+    `given` holds what the command line set (values that are None count as not set), and `options` what to call an option that
+    is not named like its setting. Raises ConfigError naming every fault of every source, in the whole file too.
     """
     stated = os.environ.get("PDSERVE_CONFIG")
-    path = config or (Path(stated) if stated else None)
+    file = read_settings_file(config or (Path(stated) if stated else None), ROLE_SETTINGS)
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    values["__file__"] = {} if path is None else _read_file(path, kind)
+    named = {name: f"--{name.replace('_', '-')}" for name in values} | dict(options or {})
+    values["__file__"] = dict(file.values.get(kind.table, {}))
     try:
-        return kind(**values)
+        settings = kind(**values)
     except ValidationError as error:
-        raise ConfigError(_faults(kind, values, error)) from None
+        places = Places(named, file.places.get(kind.table, {}))
+        faults = [*_faults(kind, values, error, places), *file.faults]
+        raise ConfigError(list(dict.fromkeys(faults)), hint=HINT) from None
+    if file.faults:
+        raise ConfigError(list(file.faults), hint=HINT)
+    return settings
 
 
-def _faults(kind: type[ProcessSettings], values: Mapping[str, Any], error: ValidationError) -> list[str]:
+def environment_warnings() -> dict[str, str]:
+    """Return the PDSERVE_ variables that no process and no command knows, each with what to say of it."""
+    return unknown_variables(name for kind in ROLE_SETTINGS.values() for name in kind.model_fields)
+
+
+def _faults(
+    kind: type[ProcessSettings], values: Mapping[str, Any], error: ValidationError, places: Places
+) -> list[str]:
     """Return every fault: those of single fields, then those between fields, found with the faulty ones at their defaults."""
     details = error.errors()
-    faults = [fault for detail in details for fault in _fault(detail).split("\n")]
+    faults = list(faults_in(kind, details, places))
     wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]} & kind.model_fields.keys()
     if wrong:
         defaults = {name: kind.model_fields[name].default for name in wrong}
         known = {name: value for name, value in values.items() if name in kind.model_fields or name == "__file__"}
-        known["__file__"] = {name: value for name, value in values["__file__"].items() if name in kind.model_fields}
         try:
             kind(**(known | defaults))
         except ValidationError as rest:
-            faults += [fault for detail in rest.errors() for fault in _fault(detail).split("\n")]
+            faults += faults_in(kind, rest.errors(), places)
     return faults
-
-
-def _read_file(path: Path, kind: type[ProcessSettings]) -> dict[str, Any]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([f"{path}: {error}"], hint="--config names a TOML file") from None
-    tables = {name: value for name, value in content.items() if isinstance(value, dict)}
-    unknown = sorted(tables.keys() - {"router", "prefill", "decode"})
-    if unknown:
-        raise ConfigError(
-            [f"{path}: unknown table [{name}]" for name in unknown], hint="tables: router, prefill, decode"
-        )
-    shared = {name: value for name, value in content.items() if name not in tables and name in kind.model_fields}
-    strays = sorted(content.keys() - tables.keys() - _all_fields())
-    if strays:
-        raise ConfigError([f"{path}: unknown key {name!r}" for name in strays])
-    return shared | tables.get(kind.table, {})
-
-
-def _all_fields() -> set[str]:
-    kinds: tuple[type[ProcessSettings], ...] = (RouterSettings, PrefillSettings, DecodeSettings)
-    return {name for kind in kinds for name in kind.model_fields}
-
-
-def _fault(detail: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    if detail["type"] == "extra_forbidden":
-        message = "unknown setting"
-    given = detail.get("input")
-    shown = f" (given: {given!r})" if where and "secret" not in where and isinstance(given, str | int | float) else ""
-    return f"{where}: {message}{shown}" if where else message
