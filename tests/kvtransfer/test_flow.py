@@ -1,15 +1,21 @@
 """The byte window, the bound on frames in a socket and in staging, and whose turn it is."""
 
-from pdserve.core.ids import TransferId
+from pdserve.core.ids import TransferId, new_incarnation
 from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.kvtransfer.channel import Route
+from pdserve.kvtransfer.events import SendFailed
+from pdserve.kvtransfer.instructions import Emit
 from pdserve.kvtransfer.messages import (
     Abort,
     Beat,
     Data,
+    Grant,
     Message,
+    Welcome,
 )
+from pdserve.kvtransfer.sender_table import SenderTable
 from pdserve.kvtransfer.wire import checksum
-from tests.kvtransfer.nodes import settings
+from tests.kvtransfer.nodes import settings, spec_for
 from tests.kvtransfer.world import World, failure, loss
 
 ROW = KvLayout((LayerLayout(4, 64, 64),) * 4, "float32")
@@ -56,6 +62,56 @@ class TestWindow:
         world.advance(world.mine.transfer_idle_s + 1)
         assert failure(world, transfer_id) == "stalled"
         assert loss(world, transfer_id) == "peer_aborted"
+
+    def test_a_link_that_moves_stalls_nobody(self) -> None:
+        """Two prompts drain for longer than `transfer_idle_s` over a slow link; the one whose turn comes last must not fail."""
+        world = self.make(64)
+        world.release_at_once = False
+        older, younger = world.open(1024), world.open(1024)
+        for transfer_id in (older, younger):
+            for layer in range(4):
+                world.mark(transfer_id, range(layer, layer + 1), range(1024))
+        world.commit(older)
+        num_frames = 2 * 2 * 4
+        for _ in range(num_frames):
+            world.advance(2.0)
+            world.unreleased.pop(0)()
+        assert num_frames * 2.0 / 2 > world.mine.transfer_idle_s, (
+            "the younger one waits longer than it may without progress"
+        )
+        world.commit(younger)
+        for transfer_id in (older, younger):
+            assert world.sent_kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
+            world.sink.check(transfer_id, 1024)
+
+    def test_progress_of_one_link_is_not_that_of_another(self) -> None:
+        mine, first, second = settings(layout=ROW, transfer_idle_s=10.0), new_incarnation(), new_incarnation()
+        table = SenderTable(mine)
+        table.set_peers({first: "first", second: "second"}, 0.0)
+        routes = {first: Route(b"first"), second: Route(b"second")}
+        specs = {peer: spec_for(peer, 4096) for peer in routes}
+        for peer, route in routes.items():
+            table.dialled(peer, route)
+            table.connected(route, 0.0)
+            table.message(route, Welcome(peer, (), "on_open", 1 << 30), 0.0)
+            table.open(specs[peer], 0.0)
+            table.message(route, Grant(specs[peer].transfer_id), 0.0)
+            table.mark_ready(specs[peer].transfer_id, range(4), range(4096), 0.0)
+        while plan := table.next_data(True, 0.0):
+            table.data_sent(plan, 0.0, 0.0)
+        for second_s in range(1, 12):
+            for peer, route in routes.items():
+                table.message(route, Beat(1 << 30), float(second_s))
+                if peer == first:
+                    table.data_released(table._by_route[route], route)
+            while plan := table.next_data(True, float(second_s)):
+                table.data_sent(plan, 0.0, float(second_s))
+            table.expire(float(second_s))
+        failed = [order.event for order in iter(table.take, None) if isinstance(order, Emit)]
+        assert [(e.transfer_id, e.reason) for e in failed if isinstance(e, SendFailed)] == [
+            (specs[second].transfer_id, "stalled")
+        ]
+        table.check_invariants()
 
     def test_it_starts_anew_with_each_connection(self) -> None:
         world = self.make(4)

@@ -55,8 +55,8 @@ class TransferSpec:
 class TransferStats:
     """What a transfer took; seconds on this node's clock, 0 where the other side did the work.
 
-    `exposed_s` runs from the node's `commit` to ACK; `grant_wait_s` from OPEN to GRANT; `stalled_s` is time in which data was
-    ready but window, socket or staging was not.
+    `exposed_s` runs from the node's `commit` to ACK; `grant_wait_s` from OPEN to GRANT, or to the end if none came; `stalled_s`
+    is time in which data was ready but window, socket or staging was not, or other transfers on the link went first.
     """
 
     kv_bytes: int = 0

@@ -15,6 +15,7 @@ class ParkedOpen:
 
     route: Route
     message: Open
+    came_s: float
     until_s: float
     abort: Abort | None = None
 
@@ -41,7 +42,7 @@ class ParkedOpens:
             return True
         if len(self._parked) >= self._max_parked:
             return False
-        self._parked[message.transfer_id] = ParkedOpen(route, message, now_s + self._park_s)
+        self._parked[message.transfer_id] = ParkedOpen(route, message, now_s, now_s + self._park_s)
         return True
 
     def get(self, transfer_id: TransferId) -> ParkedOpen | None:

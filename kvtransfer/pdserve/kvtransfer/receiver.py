@@ -135,15 +135,15 @@ class ReceiveTransfer:
             grant_wait_s=self._grant_wait_s,
         )
 
-    def opened(self, message: Open, route: Route, now_s: float) -> None:
-        """OPEN came, for the first time or again."""
+    def opened(self, message: Open, route: Route, now_s: float, came_s: float | None = None) -> None:
+        """OPEN came, for the first time or again; it was parked since `came_s` if that is given."""
         mismatch = self._open_mismatch(message)
         if mismatch:
             self.route = route
             self.fault(NackReason.MISMATCH, mismatch, now_s)
         elif self.life.advance(T.OPEN, now_s):
             self.route = route
-            self._opened_s = now_s
+            self._opened_s = now_s if came_s is None else came_s
             self.due_s = now_s + self._settings.grant_wait_s
             self._out.append(Emit(Opened(self.spec.transfer_id)))
         elif self.life.state is S.GRANTED:

@@ -77,7 +77,7 @@ class ReceiverTable:
         if parked := self._parked.take(transfer_id):
             link = self._links[parked.route]
             if self._is_named(transfer, link):
-                transfer.opened(parked.message, parked.route, now_s)
+                transfer.opened(parked.message, parked.route, now_s, parked.came_s)
                 if parked.abort is not None:
                     transfer.aborted(parked.abort, now_s)
         self._settle(transfer, now_s)

@@ -92,7 +92,8 @@ class SendTransfer:
         self._planner = FramePlanner(settings.layout, spec.num_tokens)
         self._commit: Commit | None = None
         self._commit_asked_s = 0.0
-        self._opened_s = now_s
+        self._asked_since_s: float | None = None
+        """When OPEN was first said, until GRANT comes."""
         self._deadline_s = now_s + settings.connect_wait_s
         self._repeat_s = float("inf")
         self._stalled_since_s: float | None = None
@@ -134,7 +135,7 @@ class SendTransfer:
         """The peer's link can be used: say OPEN."""
         if self.life.advance(T.LINK_UP, now_s):
             self.route = route
-            self._opened_s = now_s
+            self._asked_since_s = now_s
             # The receiver owns this wait and answers BUSY; this deadline is the backstop.
             self._deadline_s = now_s + self._settings.grant_wait_s + 2 * self._settings.lease_s
             self._send_open(now_s)
@@ -144,7 +145,7 @@ class SendTransfer:
         if not self.life.advance(T.GRANT, now_s):
             return
         self._repeat_s = float("inf")
-        self._grant_wait_s = now_s - self._opened_s
+        self._end_waits(now_s)
         self._planner.skip(skip_tokens)
         self._deadline_s = now_s + self._settings.produce_wait_s
         self._out.append(Emit(Granted(self.spec.transfer_id, skip_tokens)))
@@ -176,9 +177,14 @@ class SendTransfer:
         return self._planner.peek() if self.life.state is S.STREAMING else None
 
     def stalled(self, now_s: float) -> None:
-        """A frame is ready but window, socket or staging has no room."""
-        if self._stalled_since_s is None:
+        """Window, socket or staging has no room; it matters if a frame is ready."""
+        if self._stalled_since_s is None and self.peek() is not None:
             self._stalled_since_s = now_s
+            self._deadline_s = now_s + self._settings.transfer_idle_s
+
+    def link_moved(self, now_s: float) -> None:
+        """The link took a frame, of this transfer or another: a stalled one waits its turn, which is no lack of progress."""
+        if self._stalled_since_s is not None:
             self._deadline_s = now_s + self._settings.transfer_idle_s
 
     def header(self, frame: FrameRange, checksum: int) -> Data:
@@ -200,9 +206,7 @@ class SendTransfer:
         self._num_frames += 1
         self._kv_bytes += frame.num_bytes
         self._pack_s += pack_s
-        if self._stalled_since_s is not None:
-            self._stalled_s += now_s - self._stalled_since_s
-            self._stalled_since_s = None
+        self._end_waits(now_s)
         self._deadline_s = now_s + self._settings.produce_wait_s
         self._commit_if_drained(now_s)
 
@@ -211,7 +215,7 @@ class SendTransfer:
         if self.life.advance(T.ACK, now_s):
             self._exposed_s = now_s - self._commit_asked_s
             self._out.append(Emit(Acked(self.spec.transfer_id, self.stats)))
-            self._close()
+            self._close(now_s)
 
     def nacked(self, nack: Nack, now_s: float) -> None:
         """NACK came."""
@@ -241,7 +245,7 @@ class SendTransfer:
         """The node gives up, or (`finished`) has nothing to hand over, or (`busy`) has no room."""
         if self.life.advance(T.ABORT, now_s):
             self._send_abort(reason, finished, busy)
-            self._close()
+            self._close(now_s)
 
     def expire(self, now_s: float) -> None:
         """Its time is up, or an unanswered message is due to be said again."""
@@ -304,9 +308,18 @@ class SendTransfer:
     def _fail(self, trigger: SendTrigger, reason: str, detail: str, now_s: float, busy: bool = False) -> None:
         if self.life.advance(trigger, now_s):
             self._out.append(Emit(SendFailed(self.spec.transfer_id, reason, detail, busy)))
-            self._close()
+            self._close(now_s)
 
-    def _close(self) -> None:
+    def _end_waits(self, now_s: float) -> None:
+        """Count the time waited for a grant or for room, which ends by what was waited for or with the transfer."""
+        if self._asked_since_s is not None:
+            self._grant_wait_s = now_s - self._asked_since_s
+        if self._stalled_since_s is not None:
+            self._stalled_s += now_s - self._stalled_since_s
+        self._asked_since_s = self._stalled_since_s = None
+
+    def _close(self, now_s: float) -> None:
+        self._end_waits(now_s)
         self._planner.clear()
         self._deadline_s = self._repeat_s = float("inf")
         self._out.append(Emit(SendClosed(self.spec.transfer_id, self.stats)))

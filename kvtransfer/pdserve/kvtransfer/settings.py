@@ -38,8 +38,8 @@ class LinkSettings:
     grant_wait_s: float = 30.0
     """Receiver, owner: an OPEN waits this long for the node's grant, then NACK(BUSY)."""
     transfer_idle_s: float = 10.0
-    """Receiver: time without a frame or a beat that names the transfer. Sender: time without progress against the window, and
-    from COMMIT to its answer."""
+    """Receiver: time without a frame or a beat that names the transfer. Sender: time in which data is ready
+    and the link takes no frame of any transfer, and from COMMIT to its answer."""
     produce_wait_s: float = 300.0
     """Sender: time without a range becoming ready. A backstop; the node's own deadlines are shorter."""
     park_s: float = 2.0
