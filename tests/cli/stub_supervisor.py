@@ -23,6 +23,7 @@ def stub_plan(
     nodes: tuple[str, ...] = ("normal",),
     restarts: RestartPolicy | None = None,
     listen_wait_s: float = 30.0,
+    stop_grace_s: float = 30.0,
 ) -> ClusterPlan:
     """Return a plan of stubs with the behaviours given."""
     policy = restarts or RestartPolicy(first_delay_s=0.0)
@@ -32,6 +33,7 @@ def stub_plan(
             ProcessPlan(f"prefill-{i}", "prefill", (sys.executable, str(STUB), node)) for i, node in enumerate(nodes)
         ),
         port=0,
+        stop_grace_s=stop_grace_s,
         listen_wait_s=listen_wait_s,
         ready_wait_s=30.0,
         restarts=lambda: policy,

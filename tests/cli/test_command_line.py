@@ -1,7 +1,6 @@
 """The command as users and programs meet it: what it loads, what it says, how it ends."""
 
 import asyncio
-import io
 import json
 import os
 import signal
@@ -9,15 +8,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from pdserve.cli.__main__ import run
+from pdserve.cli.doctor import Verdict, models
 from pdserve.cli.exit_codes import ExitCode, exit_code_of
-from pdserve.cli.timeline_view import BAR_CELLS, bar_of, timeline_view
-from pdserve.client.pb import summary_from_pb
 from pdserve.core.errors import GRPC_CODES, AttemptsExhausted, ConfigError, Overloaded
-from tests.client.stub_router import ANSWER, SUMMARY, stub_router
+from pdserve.core.models import ALIASES, DEFAULT_MODEL, MANIFEST_NAME, prepared_dir
+from tests.client.stub_router import ANSWER, stub_router
 
 DEADLINE_S = 60.0
 PDSERVE = (sys.executable, "-P", "-m", "pdserve.cli")
@@ -95,11 +95,78 @@ def test_errors_have_a_line_and_an_exit_status_of_their_own(arguments: list[str]
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--timeout-s", "0"], "timeout_s must be above 0"),
+        (["--timeout-s", "nan"], "timeout_s must be above 0, at most 86,400 seconds"),
+        (["--timeout-s", "inf"], "timeout_s"),
+        (["--timeout-s", "86401"], "timeout_s"),
+        (["--seed", str(2**64)], "seed must be a whole number from 0 to 18,446,744,073,709,551,615"),
+        (["--top-k", "-1"], "top_k must be a whole number from 0 to 4,294,967,295"),
+        (["--no-chat", "--system", "be brief"], "--system needs a chat"),
+        (["--server", "127.0.0.1"], "has no port"),
+        (["--stop", os.fsdecode(b"\xff")], "not valid UTF-8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_request_that_can_never_work_is_refused_before_it_is_sent(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "hi", *arguments]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given"), [("-", b"caf\xe9"), (os.fsdecode(b"caf\xe9"), b"")], ids=["stdin", "argument"]
+)
+def test_prompt_that_is_no_text_is_told_as_that(prompt: str, given: bytes) -> None:
+    done = subprocess.run(
+        [*PDSERVE, "generate", prompt], input=given, capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == b"error: the prompt is not valid UTF-8 (byte 3)\n"
+
+
 def test_busy_port_is_a_named_error(busy_port: int) -> None:
-    done = pdserve("up", "--port", str(busy_port))
+    done = pdserve("up", "--port", str(busy_port), "--json")
     assert done.returncode == ExitCode.ADDRESS
     assert f"port {busy_port}" in done.stderr
     assert "--port" in done.stderr
+    told = json.loads(done.stdout)
+    assert (told["event"], told["reason"], told["exit_code"]) == ("failed", "ADDRESS_IN_USE", ExitCode.ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "event", "reason", "status"),
+    [
+        (["up", "--port", "x"], "failed", "CONFIG_ERROR", ExitCode.USAGE),
+        (["up", "--model", "no-such-model"], "failed", "MODEL_UNAVAILABLE", ExitCode.MODEL),
+        (["pull", "no-such-model"], "error", "MODEL_UNAVAILABLE", ExitCode.MODEL),
+        (["status", "--server", "http://here:1"], "error", "INVALID_REQUEST", ExitCode.USAGE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_failure_is_a_json_object_too(
+    arguments: list[str], event: str, reason: str, status: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*arguments, "--json"]) == status
+    told = json.loads(capsys.readouterr().out)
+    assert (told["event"], told["reason"], told["exit_code"]) == (event, reason, status)
+
+
+def test_up_warns_once_of_a_variable_that_means_nothing() -> None:
+    done = pdserve("up", "--port", "x", PDSERVE_KV_BLOKS="7")
+    assert done.stderr.count("PDSERVE_KV_BLOKS") == 1
+    assert "did you mean PDSERVE_KV_BLOCKS?" in done.stderr
+
+
+def test_pull_takes_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    folder = prepared_dir(ALIASES[DEFAULT_MODEL])
+    folder.mkdir(parents=True)
+    (folder / MANIFEST_NAME).touch()
+    assert run(["pull"]) == ExitCode.OK
 
 
 def test_traceback_is_shown_when_asked_for() -> None:
@@ -195,35 +262,22 @@ async def test_status_shows_every_node() -> None:
             assert text in out
 
 
+@pytest.mark.parametrize("place", ["file/cache", "link"])
+def test_doctor_fails_a_cache_that_cannot_be_made(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / place))
+    (found,) = models()
+    assert (found.name, found.verdict) == ("cache", Verdict.FAIL)
+    assert str(tmp_path / place) in found.fact
+    assert "PDSERVE_CACHE" in found.advice
+
+
 def test_doctor_finds_nothing_broken_here() -> None:
     done = pdserve("doctor", "--json")
-    findings = json.loads(done.stdout)["findings"]
-    assert done.returncode == 0, findings
+    told = json.loads(done.stdout)
+    findings = told["findings"]
+    assert done.returncode == told["exit_code"] == 0, findings
     names = {finding["name"] for finding in findings}
     assert {"python", "torch", "devices", "compiler", "triton", "shared memory", "cores", "memory", "cache"} <= names
     assert all(finding["advice"] for finding in findings if finding["verdict"] != "ok")
-
-
-def test_timeline_shows_every_stage_nested_parts_and_totals() -> None:
-    console = Console(width=120, file=io.StringIO(), color_system=None)
-    with console.capture() as capture:
-        console.print(timeline_view(summary_from_pb(SUMMARY)))
-    shown = capture.get()
-    for text in (
-        "prefill (attempt 1)",
-        "prefill.compute",
-        "hop",
-        "decode",
-        "500.0",
-        "25%",
-        "1.0 MiB in 4 frames",
-        "decode_lost",
-    ):
-        assert text in shown
-
-
-def test_bars_follow_each_other_and_never_leave_their_column() -> None:
-    assert bar_of(0.0, 1.0, 2.0) == "█" * (BAR_CELLS // 2)
-    assert bar_of(1.0, 1.0, 2.0) == " " * (BAR_CELLS // 2) + "█" * (BAR_CELLS // 2)
-    assert bar_of(2.0, 0.0, 2.0) == " " * (BAR_CELLS - 1) + "█"
-    assert bar_of(0.0, 0.0, 0.0) == ""

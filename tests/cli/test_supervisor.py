@@ -89,6 +89,10 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def pids(recorder: Recorder) -> dict[str, int]:
     return {event.name: event.pid for event in recorder.events if isinstance(event, Started)}
 
@@ -120,16 +124,39 @@ async def test_drain_stops_the_router_before_the_nodes() -> None:
 
 
 @pytest.mark.asyncio
-async def test_process_that_ignores_sigterm_is_killed_when_the_drain_time_is_over() -> None:
-    async with running(stub_plan(nodes=("deaf",))) as (supervisor, recorder, task):
+async def test_process_that_ends_by_itself_after_the_drain_time_is_not_killed() -> None:
+    async with running(stub_plan()) as (supervisor, recorder, task):
         await recorder.seen("ready")
         task.cancel()
         await asyncio.wait([task])
-        assert not await supervisor.drain(0.2)
-        last = recorder.events[-1]
-        assert isinstance(last, Exited)
-        assert last.status == -signal.SIGKILL
-        assert "SIGKILL" in last.reason
+        assert await supervisor.drain(0.0)
+        assert [event.status for event in recorder.events if isinstance(event, Exited)] == [0, 0]
+
+
+@pytest.mark.parametrize(("router", "node"), [("normal", "deaf"), ("deaf", "normal")])
+@pytest.mark.asyncio
+async def test_process_that_ignores_sigterm_is_killed_alone_when_the_grace_is_over(router: str, node: str) -> None:
+    async with running(stub_plan(router, (node,), stop_grace_s=1.0)) as (supervisor, recorder, task):
+        await recorder.seen("ready")
+        task.cancel()
+        await asyncio.wait([task])
+        assert not await supervisor.drain(0.0)
+        ended = [(event.name, event.status) for event in recorder.events if isinstance(event, Exited)]
+        killed = -signal.SIGKILL
+        assert ended == [("router", killed if router == "deaf" else 0), ("prefill-0", killed if node == "deaf" else 0)]
+
+
+@pytest.mark.asyncio
+async def test_children_do_not_get_variables_that_mean_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_KV_BLOKS", "7")
+    monkeypatch.setenv("PDSERVE_KV_BLOCKS", "8")
+    monkeypatch.setenv("PDSERVE_PORT", "9")
+    async with running(stub_plan()) as (_, recorder, _task):
+        await recorder.seen("ready")
+        seen = environment_of(pids(recorder)["router"])
+        assert b"PDSERVE_KV_BLOCKS=8" in seen
+        assert b"PDSERVE_KV_BLOKS" not in seen
+        assert b"PDSERVE_PORT" not in seen
 
 
 @pytest.mark.asyncio

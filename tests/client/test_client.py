@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
+import math
+import re
 from collections.abc import AsyncIterator
 
 import pytest
 
 from pdserve.client import Answer, Chat, Client, Delta, Options, Turn
+from pdserve.client.checks import check_address
+from pdserve.client.request import Prompt
 from pdserve.core.errors import InternalError, InvalidRequest, Overloaded, Unreachable
 from pdserve.core.work import FinishReason
+from pdserve.rpc.server import GrpcServer
 from pdserve.v1 import inference_pb2 as pb
 from tests.client.stub_router import ANSWER, stub_router
 
@@ -54,13 +59,78 @@ async def test_unset_options_stay_unset_and_given_ones_travel() -> None:
         assert (chat.stop.ignore_eos, list(chat.stop.stop_token_ids)) == (True, [3])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("text", Options(max_tokens=-1), "max_tokens must be a whole number from 1 to 4,294,967,295, not -1"),
+        ("text", Options(top_k=2**32), "top_k must be a whole number from 0 to 4,294,967,295"),
+        ("text", Options(seed=-1), "seed must be a whole number from 0 to 18,446,744,073,709,551,615"),
+        ("text", Options(timeout_s=0.0), "timeout_s must be above 0"),
+        ("text", Options(timeout_s=math.nan), "timeout_s must be above 0"),
+        ("text", Options(timeout_s=86_400.5), "timeout_s must be above 0, at most 86,400"),
+        ("text", Options(stop_token_ids=(1, -2)), "id -2 at index 1"),
+        ((1, 2**32), Options(), "id 4294967296 at index 1"),
+        ("\udcff", Options(), "the prompt is not valid UTF-8"),
+        (Chat((Turn("user", "\ud800"),)), Options(), "the prompt is not valid UTF-8"),
+        ("text", Options(stop=("\udcff",)), "the stop text is not valid UTF-8"),
+    ],
+)
 @pytest.mark.asyncio
-async def test_number_that_the_field_cannot_hold_is_refused_by_name() -> None:
-    async with stub_router() as (_, address), Client(address) as client:
-        with pytest.raises(InvalidRequest, match="max_tokens"):
-            await client.complete("text", Options(max_tokens=-1))
-        with pytest.raises(InvalidRequest, match="token_ids"):
-            await client.complete((1, -2))
+async def test_what_cannot_be_sent_is_refused_by_name(prompt: Prompt, options: Options, said: str) -> None:
+    async with stub_router() as (router, address), Client(address) as client:
+        with pytest.raises(InvalidRequest, match=re.escape(said)) as refused:
+            await client.complete(prompt, options)
+        assert refused.value.field
+        assert router.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("", "is empty"),
+        ("localhost", "has no port"),
+        ("[::1]", "has no port"),
+        (":50051", "has no host"),
+        ("host:", "has no port from 1 to 65,535"),
+        ("host:0", "has no port from 1 to 65,535"),
+        ("host:65536", "has no port from 1 to 65,535"),
+        ("host:50051/x", "has no port from 1 to 65,535"),
+        ("http://host:50051", "has a scheme (http://)"),
+        ("::1:50051", "several colons"),
+        ("a b:1", "has characters that no address has"),
+    ],
+)
+def test_address_says_what_is_wrong_with_it(address: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:65535", "[::1]:50051", "pod-0.nodes.svc:50051"])
+def test_address_that_is_host_and_port_is_taken(address: str) -> None:
+    check_address(address)
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer as a server of another protocol."""
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+@pytest.mark.asyncio
+async def test_stranger_that_answers_is_told_as_that() -> None:
+    node = GrpcServer("127.0.0.1", 0)
+    await node.start()
+    try:
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as web:
+            for port in (node.port, web.sockets[0].getsockname()[1]):
+                async with Client(f"127.0.0.1:{port}") as client:
+                    with pytest.raises(Unreachable, match=f"what answers at 127.0.0.1:{port} is no pdserve router"):
+                        await client.cluster_state()
+                    with pytest.raises(Unreachable, match="is no pdserve router"):
+                        await client.complete("hello")
+    finally:
+        await node.stop(0)
 
 
 @pytest.mark.asyncio
@@ -88,7 +158,7 @@ async def test_stream_that_ends_without_a_summary_is_an_error() -> None:
 @pytest.mark.asyncio
 async def test_nothing_at_the_address_is_told_with_what_to_do() -> None:
     async with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1") as refused:
+        with pytest.raises(Unreachable, match=r"no router answers at 127\.0\.0\.1:1 \(connection refused\)") as refused:
             await client.cluster_state()
         assert "pdserve up" in refused.value.hint
         assert not await client.is_ready()

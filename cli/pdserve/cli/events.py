@@ -152,6 +152,11 @@ class Failed(Event):
         return self.message
 
 
+def is_alarming(event: Event) -> bool:
+    """Whether an event tells that something went wrong."""
+    return isinstance(event, Restarting | Failed) or (isinstance(event, Exited) and event.status != 0)
+
+
 class Reporter(Protocol):
     """Shows events, and the log lines of processes."""
 
@@ -183,7 +188,7 @@ class JsonLogReporter:
 
     def event(self, event: Event) -> None:
         """Show one event."""
-        level = "error" if event.kind in ("exited", "restarting", "failed") else "info"
+        level = "error" if is_alarming(event) else "info"
         entry = {"time": time.time(), "level": level, "event": event.kind, "message": event.line()}
         self.log("pdserve", json.dumps(entry))
 
@@ -211,7 +216,7 @@ class ConsoleReporter:
 
     def event(self, event: Event) -> None:
         """Show one event."""
-        style = {"exited": "bold red", "restarting": "bold red", "ready": "bold green"}.get(event.kind, "bold")
+        style = "bold red" if is_alarming(event) else "bold green" if isinstance(event, Ready) else "bold"
         self._line("pdserve", Text(event.line(), style=style))
 
     def log(self, name: str, line: str) -> None:
