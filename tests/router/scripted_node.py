@@ -13,7 +13,7 @@ import grpc
 
 from pdserve.core.build import Role
 from pdserve.core.clock import SystemClock
-from pdserve.core.errors import NoNodes
+from pdserve.core.errors import PdserveError
 from pdserve.core.ids import new_incarnation
 from pdserve.core.settings import RouterSettings, load_settings
 from pdserve.router.server import Router
@@ -35,10 +35,15 @@ class ScriptedNode:
     incarnation: bytes = field(default_factory=new_incarnation)
     max_model_len: int = 1000
     weight_digest: str = "w"
-    is_loading: bool = False
+    refusal: PdserveError | None = None
+    end_with: grpc.StatusCode | None = None
+    """Status of the stream that ends next."""
+    lease_s: float = 3.0
+    step_age_s: float = 0.0
     is_silent: bool = False
     links_up: bool = True
     num_streams: int = 0
+    num_refused: int = 0
     num_beats: int = 0
     port: int = 0
     heard: "asyncio.Queue[node_pb2.AttachRequest]" = field(default_factory=asyncio.Queue)
@@ -67,8 +72,9 @@ class ScriptedNode:
         await self._server.stop(0)
 
     async def attach(self, request_iterator: AsyncIterator[node_pb2.AttachRequest], context: Context) -> None:
-        if self.is_loading:
-            await abort_with(context, NoNodes("the node is loading its model", retry_after_s=0.5))
+        if self.refusal is not None:
+            self.num_refused += 1
+            await abort_with(context, self.refusal)
         self.num_streams += 1
         self._words = asyncio.Queue()
         words = self._words
@@ -80,6 +86,9 @@ class ScriptedNode:
                 await context.write(word)
             reading.cancel()
             beating.cancel()
+        if self.end_with is not None:
+            status, self.end_with = self.end_with, None
+            await context.abort(status, "scripted")
 
     async def _listen(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> None:
         async for request in requests:
@@ -94,7 +103,7 @@ class ScriptedNode:
 
     async def _beat(self, context: Context) -> None:
         while not self.is_silent:
-            self._words.put_nowait(node_pb2.AttachResponse(beat=node_pb2.Beat()))
+            self._words.put_nowait(node_pb2.AttachResponse(beat=node_pb2.Beat(running_step_age_s=self.step_age_s)))
             await asyncio.sleep(0.1)
 
     def _hello(self) -> node_pb2.NodeHello:
@@ -110,7 +119,7 @@ class ScriptedNode:
             kv_endpoints=[node_pb2.KvEndpoint(address="tcp://127.0.0.1:1")] if self.role is Role.DECODE else [],
             num_blocks=100,
             max_model_len=self.max_model_len,
-            lease_s=3.0,
+            lease_s=self.lease_s,
             eos_token_ids=[2],
         )
 
@@ -156,8 +165,13 @@ class ScriptedNode:
             ]
         )
 
-    def released(self, submit: node_pb2.Submit | node_pb2.Cancel, outcome: int = node_pb2.LEG_OUTCOME_FINISHED) -> None:
-        ended = node_pb2.LegEnded(outcome=node_pb2.LegOutcome.ValueType(outcome), reason="scripted")
+    def released(
+        self,
+        submit: node_pb2.Submit | node_pb2.Cancel,
+        outcome: int = node_pb2.LEG_OUTCOME_FINISHED,
+        reason: str = "scripted",
+    ) -> None:
+        ended = node_pb2.LegEnded(outcome=node_pb2.LegOutcome.ValueType(outcome), reason=reason)
         self.step(events=[leg(submit, ended=ended), leg(submit, released=node_pb2.LegReleased())])
 
     async def next_of(self, kind: str) -> Any:
@@ -190,6 +204,11 @@ class Stage:
             return sum(str(member.state) == state for member in self.router.membership.members)
 
         await until(lambda: count() == number)
+
+    def node_state(self, node: ScriptedNode) -> tuple[str, str]:
+        """Return how the router sees a node, and why."""
+        member = next(member for member in self.router.membership.members if member.address == node.address)
+        return str(member.state), member.reason
 
     def gauges(self) -> dict[str, float]:
         return {**self.router.sessions.gauges(), **self.router.membership.gauges()}

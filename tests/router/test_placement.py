@@ -100,6 +100,16 @@ def test_saturated_nodes_make_it_wait() -> None:
     assert placed(query(), full, P2, D1) == ("P2", "D1")
 
 
+@pytest.mark.parametrize("doubted", ["P1", "D1"])
+def test_a_node_in_doubt_gets_nothing_and_nobody_is_refused_for_it(doubted: str) -> None:
+    """Failure class 23: the doubt passes, so the request waits."""
+    nodes = [replace(node, is_doubtful=node.incarnation.rstrip(b"-").decode() == doubted) for node in (P1, D1)]
+    assert isinstance(place(query(), nodes, POLICY), Busy)
+    assert isinstance(place(query(is_resume=True), nodes, POLICY), Busy)
+    busy = [replace(node, num_waiting=3, num_waiting_tokens=900) for node in (P2, D2)]
+    assert placed(query(prefer=D1.incarnation), *nodes, *busy)[0 if doubted == "P1" else 1] == doubted.replace("1", "2")
+
+
 def test_an_empty_pool_is_named_and_not_final() -> None:
     for nodes, missing in (([D1], "prefill"), ([P1], "decode"), ([], "prefill")):
         found = place(query(), nodes, POLICY)

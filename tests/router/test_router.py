@@ -187,7 +187,10 @@ async def test_a_role_given_wrong_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "state"),
-    [({"tokenizer_digest": "other"}, "refused"), ({"is_loading": True}, "loading")],
+    [
+        ({"tokenizer_digest": "other"}, "refused"),
+        ({"refusal": NoNodes("the node is loading its model", retry_after_s=0.5)}, "loading"),
+    ],
     ids=["another tokenizer", "loading"],
 )
 async def test_nodes_that_cannot_be_used_yet_or_at_all(tmp_path: Path, change: dict[str, object], state: str) -> None:

@@ -173,3 +173,16 @@ def test_a_late_report_of_the_first_token_still_nests() -> None:
     timeline = next(entry for entry in world.log if isinstance(entry, Answer)).timeline
     prefill = next(stage for stage in timeline.stages if stage.name is StageName.PREFILL)
     assert (prefill.duration_s, prefill.hop_s) == (1.0, 0.5)
+
+
+def test_stalls_never_overlap() -> None:
+    """The client waited 7 s for a token after the first loss, and the stalls of three attempts are these 7 s."""
+    recorder = TimelineRecorder(0.0)
+    recorder.attempt_ended(1, "decode_lost", 1.0)
+    recorder.attempt_ended(2, "prefill_lost", 2.0)
+    recorder.attempt_ended(3, "prefill_lost", 4.0)
+    recorder.token(8.0)
+    recorder.token(9.0)
+    recorder.attempt_ended(4, "decode_lost", 10.0)
+    timeline = recorder.build(3, 5, 12.0)
+    assert [(stall.attempt, stall.duration_s) for stall in timeline.stalls] == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 2.0)]

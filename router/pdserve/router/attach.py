@@ -1,24 +1,22 @@
 """One address's Attach stream: connect, say hello, carry messages both ways, notice the end, and start again."""
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NoNodes
 from pdserve.core.ids import Incarnation
 from pdserve.router import pb_nodes
+from pdserve.router.attach_call import AttachCall, StreamEnded
 from pdserve.router.events import LegEvent
 from pdserve.router.lease import Lease
 from pdserve.router.membership import Member, Membership
-from pdserve.router.nodes import Hello, NodeState
-from pdserve.rpc.errors import error_from_rpc
+from pdserve.router.nodes import ROUTER_STOPS, Hello, NodeState
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import secret_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
@@ -27,11 +25,13 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 MAX_UNSENT_BYTES = 64 << 20
 """Submits and cancels that may wait for a node's stream; beyond it the stream counts as broken."""
-CLOSED = "the node closed the stream"
+STEP_LIMIT_S = 60.0
+"""Age of a node's running step at which the node counts as stuck: two hundred times what a step may take."""
+BEATS_PER_LEASE = 6
+"""Beats that a node hears within its own lease, at least."""
 
 logger = logging.getLogger(__name__)
 
-Call = grpc.aio.StreamStreamCall[node_pb2.AttachRequest, node_pb2.AttachResponse]
 OnEvent = Callable[[int, LegEvent], None]
 
 
@@ -44,14 +44,7 @@ class LinkSettings:
     beat_s: float
     secret: bytes | None
     next_number: Callable[[], int]
-
-
-class StreamEnded(Exception):
-    """The stream is over; `state` is how the node stands now."""
-
-    def __init__(self, state: NodeState, reason: str) -> None:
-        super().__init__(reason)
-        self.state, self.reason = state, reason
+    step_limit_s: float = STEP_LIMIT_S
 
 
 class Outgoing:
@@ -94,47 +87,74 @@ class NodeLink:
         self._settings, self._clock, self._on_event = settings, clock, on_event
         self._backoff_s = FIRST_BACKOFF_S
         self._writing_since_s: float | None = None
+        self._is_over = False
 
     async def run(self) -> None:
         """Attach again and again, with a pause that doubles up to `MAX_BACKOFF_S` and starts afresh after a hello."""
         while True:
-            ended = StreamEnded(NodeState.DOWN, "the router stops")
+            self._is_over = False
             try:
                 await self._attach()
             except* StreamEnded as group:
-                ended = _first(group)
+                self._over(_first(group))
             finally:
-                self._membership.detached(self._member, ended.state, ended.reason)
+                self._over(StreamEnded(NodeState.DOWN, ROUTER_STOPS))
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(MAX_BACKOFF_S, self._backoff_s * 2)
 
     async def _attach(self) -> None:
         async with grpc.aio.insecure_channel(self._member.address, options=channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            call: Call = stub.Attach(metadata=secret_metadata(self._settings.secret))
+            call = AttachCall(stub.Attach(metadata=secret_metadata(self._settings.secret)), self._broken)
             try:
                 hello = await self._greet(call)
                 outgoing, self._writing_since_s = Outgoing(), None
-                lease = Lease(self._settings.lease_s, self._settings.beat_s, self._clock.now_s())
+                beat_s = self._beat_s(hello)
+                lease = Lease(self._settings.lease_s, beat_s, self._clock.now_s())
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._write(call, outgoing))
-                    tasks.create_task(self._watch(lease, outgoing))
+                    tasks.create_task(self._until_over(self._write(call, outgoing)))
+                    tasks.create_task(self._until_over(self._watch(lease, outgoing, beat_s)))
                     self._backoff_s = FIRST_BACKOFF_S
                     self._membership.attached(self._member, hello, outgoing.put)
-                    await self._read(call, hello, lease)
+                    await self._until_over(self._read(call, hello, lease))
             finally:
                 call.cancel()
 
-    async def _greet(self, call: Call) -> Hello:
+    async def _until_over(self, work: Coroutine[Any, Any, NoReturn]) -> NoReturn:
+        """Run a part of the stream. Its end is reported here and now: closing a channel takes a while, and work goes on."""
+        try:
+            await work
+        except StreamEnded as ended:
+            self._over(ended)
+            raise
+
+    def _over(self, ended: StreamEnded) -> None:
+        """Report the end of this try; only the first reason counts. Without one the last one known stays."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if not ended.reason and self._member.hello is None and self._member.reason:
+            return
+        self._membership.detached(self._member, ended.state, ended.reason or "the stream broke")
+
+    def _broken(self) -> None:
+        self._member.is_broken = True
+
+    def _beat_s(self, hello: Hello) -> float:
+        """Return the interval of beats: this router's own, or shorter if the node's lease asks for it."""
+        own_s = self._settings.beat_s
+        return min(own_s, hello.lease_s / BEATS_PER_LEASE) if hello.lease_s > 0 else own_s
+
+    async def _greet(self, call: AttachCall) -> Hello:
         """Say hello, and return the node's. Raises StreamEnded if the node cannot be used."""
         settings = self._settings
         message = pb_nodes.hello_message(settings.incarnation, settings.next_number(), settings.lease_s)
-        with _ends_stream():
+        try:
             async with asyncio.timeout(settings.lease_s):
                 await call.write(message)
                 answer = await call.read()
-        if not isinstance(answer, node_pb2.AttachResponse):
-            raise StreamEnded(NodeState.DOWN, CLOSED)
+        except TimeoutError:
+            raise StreamEnded(NodeState.DOWN, "no hello in time") from None
         if answer.WhichOneof("message") != "hello":
             raise StreamEnded(NodeState.REFUSED, "the first message was no hello")
         try:
@@ -146,13 +166,12 @@ class NodeLink:
             raise StreamEnded(NodeState.REFUSED, refusal)
         return hello
 
-    async def _read(self, call: Call, hello: Hello, lease: Lease) -> NoReturn:
+    async def _read(self, call: AttachCall, hello: Hello, lease: Lease) -> NoReturn:
         while True:
-            with _ends_stream():
-                message = await call.read()
-            if not isinstance(message, node_pb2.AttachResponse):
-                raise StreamEnded(NodeState.DOWN, CLOSED)
-            lease.heard(self._clock.now_s())
+            message = await call.read()
+            now_s = self._clock.now_s()
+            lease.heard(now_s)
+            self._membership.heard(self._member, now_s)
             match message.WhichOneof("message"):
                 case "step":
                     for session_id, event in pb_nodes.events_from_pb(hello.incarnation, message.step):
@@ -160,22 +179,29 @@ class NodeLink:
                 case "status":
                     self._membership.status(self._member, pb_nodes.status_from_pb(message.status))
                 case "beat":
-                    pass
+                    self._on_beat(message.beat.running_step_age_s)
                 case _:
                     logger.warning("a message from a node is of no use here", extra={"peer": self._member.address})
 
-    async def _write(self, call: Call, outgoing: Outgoing) -> None:
+    def _on_beat(self, step_age_s: float) -> None:
+        """Heed the age of the node's running step. A stuck node is left, and not used until a beat says that it goes on."""
+        was_stuck, is_stuck = self._member.is_stuck, step_age_s > self._settings.step_limit_s
+        if is_stuck != was_stuck:
+            self._membership.stuck(self._member, is_stuck)
+        if is_stuck and not was_stuck:
+            raise StreamEnded(NodeState.DOWN, f"stuck step: it runs for {step_age_s:.0f} s")
+
+    async def _write(self, call: AttachCall, outgoing: Outgoing) -> NoReturn:
         while True:
             message = await outgoing.get()
             self._writing_since_s = self._clock.now_s()
-            with _ends_stream():
-                await call.write(message)
+            await call.write(message)
             self._writing_since_s = None
 
-    async def _watch(self, lease: Lease, outgoing: Outgoing) -> None:
+    async def _watch(self, lease: Lease, outgoing: Outgoing, beat_s: float) -> NoReturn:
         """Beat, and end the stream when the node is silent, or takes nothing, for longer than the lease."""
         while True:
-            await asyncio.sleep(self._settings.beat_s)
+            await asyncio.sleep(beat_s)
             now_s = self._clock.now_s()
             if lease.is_expired(now_s):
                 raise StreamEnded(NodeState.DOWN, f"silent for {self._settings.lease_s:g} s")
@@ -184,26 +210,6 @@ class NodeLink:
                 raise StreamEnded(NodeState.DOWN, "the node does not read its stream")
             if blocked_s == 0.0:
                 outgoing.put(pb_nodes.beat_message())
-
-
-@contextlib.contextmanager
-def _ends_stream() -> Iterator[None]:
-    """Turn what grpc raises for a broken stream into StreamEnded."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _ended(error) from None
-    except TimeoutError:
-        raise StreamEnded(NodeState.DOWN, "no hello in time") from None
-    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-        raise StreamEnded(NodeState.DOWN, f"the stream broke: {error}") from None
-
-
-def _ended(error: grpc.aio.AioRpcError) -> StreamEnded:
-    typed = error_from_rpc(error)
-    if isinstance(typed, NoNodes) and typed.retry_after_s is not None:
-        return StreamEnded(NodeState.LOADING, typed.message)
-    return StreamEnded(NodeState.DOWN, f"{error.code().name.lower()}: {typed.message}")
 
 
 def _first(group: BaseExceptionGroup[StreamEnded]) -> StreamEnded:

@@ -10,17 +10,17 @@ from google.protobuf.message import Message
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
 from pdserve.core.errors import NoNodes, PdserveError
-from pdserve.router import pb
+from pdserve.router import journal, pb
 from pdserve.router.admission import Admission
 from pdserve.router.instructions import Answer, Fail
 from pdserve.router.membership import Membership
 from pdserve.router.output import OutputText
 from pdserve.router.placement import length_limits
-from pdserve.router.request import TextInput, TokenInput, ValidRequest
+from pdserve.router.request import GenerateCall, TextInput, TokenInput, ValidRequest
 from pdserve.router.sessions import OpenSession, Sessions
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
-from pdserve.router.validation import input_field, resolve_max_tokens, validate
+from pdserve.router.validation import input_field, label_fault, resolve_max_tokens, validate
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.process_gauges import process_gauges
 from pdserve.v1 import inference_pb2
@@ -82,11 +82,16 @@ class InferenceFront:
         """
         received_s = self._clock.now_s()
         self._num_clients += 1
+        label = ""
         entry: OpenSession | None = None
         try:
-            entry = await self._open(raw, context, received_s)
+            call = pb.parse_generate(raw, self._max_message_bytes)
+            label = call.request_id if label_fault(call.request_id) is None else ""
+            entry = await self._open(call, context, received_s)
             await self._answer(entry, context)
         except PdserveError as error:
+            if entry is None:
+                journal.refused(label, error)
             await abort_with(context, error)
         finally:
             self._num_clients -= 1
@@ -107,12 +112,16 @@ class InferenceFront:
         return pb.cluster_response(self._process, self._membership.rows(), gauges, rows)
 
     def gauges(self) -> dict[str, float]:
-        """Return what the front itself holds."""
-        return {"clients": float(self._num_clients), "violations": float(len(self._sessions.check_invariants()))}
+        """Return what the front itself holds, and whether it takes new work."""
+        return {
+            "clients": float(self._num_clients),
+            "violations": float(len(self._sessions.check_invariants())),
+            "draining": float(self._admission.is_draining),
+        }
 
-    async def _open(self, raw: bytes, context: Context, received_s: float) -> OpenSession:
+    async def _open(self, call: GenerateCall, context: Context, received_s: float) -> OpenSession:
         """Check, admit and tokenize a request, and open its session."""
-        request = validate(pb.parse_generate(raw, self._max_message_bytes), self._model.served)
+        request = validate(call, self._model.served)
         timeline = TimelineRecorder(received_s)
         remaining_s = cast("float | None", context.time_remaining())  # None without a deadline, whatever the stubs say
         self._admission.admit(self._sessions.num_waiting)
@@ -167,12 +176,8 @@ class InferenceFront:
                 return
 
     def _closing(self, entry: OpenSession, answer: Answer | None) -> pb.Closing:
-        processes = [self._process]
-        if answer is not None:
-            nodes = (answer.prefill, answer.decode)
-            hellos = [self._membership.hello(node) for node in nodes if node is not None]
-            processes += [hello.process for hello in hellos if hello is not None]
-        return pb.Closing(entry.request, processes)
+        nodes = () if answer is None else entry.processes
+        return pb.Closing(entry.request, (self._process, *nodes))
 
 
 def _to_bytes(message: Message) -> bytes:

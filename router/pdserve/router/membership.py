@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from pdserve.core.build import Role
 from pdserve.core.ids import Incarnation
 from pdserve.router import pb_nodes
-from pdserve.router.nodes import Hello, LegId, NodeLedger, NodeLoad, NodeState, Status
+from pdserve.router.nodes import ROUTER_STOPS, Hello, LegId, NodeLedger, NodeLoad, NodeState, Status
 from pdserve.router.pb import NodeRow
 from pdserve.router.placement import can_pair
 from pdserve.v1 import node_pb2
+
+DOUBT_S = 0.1
+"""What is read this soon after another node's word may have been sent before it."""
+
+LEVELS = {NodeState.REFUSED: logging.ERROR, NodeState.LOADING: logging.INFO}
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +36,22 @@ class Member:
     ledger: NodeLedger = field(default_factory=NodeLedger)
     send: Send | None = None
     told_peers: tuple[Incarnation, ...] | None = None
+    is_broken: bool = False
+    """The stream takes nothing any more, although its end is not reported yet."""
+    is_stuck: bool = False
+    """Its running step is too old. Stays true over a new stream, until a beat says otherwise."""
+    doubted_s: float | None = None
+    """When another node said that this one is lost; None once it spoke again."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether new work may go there."""
+        """Whether it may be paired."""
         return self.state is NodeState.READY
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether new work must wait until it is known how the node stands."""
+        return self.is_broken or self.doubted_s is not None
 
 
 class Membership:
@@ -67,6 +83,7 @@ class Membership:
         """Take a node in."""
         member.hello, member.send = hello, send
         member.status, member.ledger, member.told_peers = Status(), NodeLedger(), None
+        member.is_broken, member.doubted_s = False, None
         self._by_incarnation[hello.incarnation] = member
         self._log(member, logging.INFO, "attached")
         self._changed()
@@ -77,14 +94,25 @@ class Membership:
         member.ledger.reported()
         self._changed()
 
+    def heard(self, member: Member, now_s: float) -> None:
+        """Take any message as proof that the node lives, unless it may have been under way when the doubt came up."""
+        if member.doubted_s is not None and now_s >= member.doubted_s + DOUBT_S:
+            member.doubted_s = None
+            self._changed()
+
+    def stuck(self, member: Member, is_stuck: bool) -> None:
+        """Take what a beat says of the node's running step."""
+        member.is_stuck = is_stuck
+        self._changed()
+
     def detached(self, member: Member, state: NodeState, reason: str) -> None:
         """Take the break of a stream, or a failed try. The node's incarnation, if it was attached, is lost."""
         hello, was = member.hello, (member.state, member.reason)
         member.hello, member.send, member.told_peers = None, None, None
         member.state, member.reason = state, reason
         if was != (state, reason):
-            level = logging.ERROR if state is NodeState.REFUSED else logging.WARNING
-            self._log(member, level if state is not NodeState.LOADING else logging.INFO, f"{state}: {reason}")
+            level = LEVELS.get(state, logging.WARNING) if reason != ROUTER_STOPS else logging.DEBUG
+            self._log(member, level, f"{state}: {reason}")
         if hello is None:
             return
         del self._by_incarnation[hello.incarnation]
@@ -95,7 +123,18 @@ class Membership:
 
     def loads(self) -> list[NodeLoad]:
         """Return every usable node's load."""
-        return [member.ledger.load(member.hello, member.status) for member in self._usable() if member.hello]
+        return [
+            member.ledger.load(member.hello, member.status, is_doubtful=member.is_doubtful)
+            for member in self.members
+            if member.hello and member.is_usable
+        ]
+
+    def doubt(self, node: Incarnation, now_s: float) -> None:
+        """Take another node's word that this one is lost: it gets no new work until it speaks again, or its stream breaks."""
+        member = self._by_incarnation.get(node)
+        if member is not None and member.doubted_s is None:
+            member.doubted_s = now_s
+            self._log(member, logging.INFO, "in doubt: its peer lost it")
 
     def eos_token_ids(self, node: Incarnation) -> frozenset[int]:
         """Return the model's end-of-sequence ids, as the node knows them."""
@@ -112,7 +151,8 @@ class Membership:
         member = self._by_incarnation.get(node)
         if member is None or member.send is None:
             return False
-        return all(member.send(message) for message in messages)
+        member.is_broken = member.is_broken or not all(member.send(message) for message in messages)
+        return not member.is_broken
 
     def placed(self, node: Incarnation, leg: LegId, num_tokens: int) -> None:
         """Count a leg against its node until the node's own numbers show it."""
@@ -174,9 +214,6 @@ class Membership:
         outstanding = sum(member.ledger.num_outstanding for member in self.members if member.hello)
         return counts | {"legs_outstanding": float(outstanding)}
 
-    def _usable(self) -> list[Member]:
-        return [member for member in self.members if member.is_usable]
-
     def _changed(self) -> None:
         for member in self.members:
             if member.hello is not None:
@@ -187,7 +224,9 @@ class Membership:
     def _settle_state(self, member: Member) -> None:
         """Set an attached node's state: usable once its KV link to at least one node of the other role stands."""
         was = member.state
-        if member.status.is_draining:
+        if member.is_stuck:
+            member.state, member.reason = NodeState.DOWN, "stuck step"
+        elif member.status.is_draining:
             member.state, member.reason = NodeState.DRAINING, ""
         elif any(_are_linked(member, peer) for peer in self.members):
             member.state, member.reason = NodeState.READY, ""
@@ -195,7 +234,8 @@ class Membership:
             other = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
             member.state, member.reason = NodeState.CONNECTING, f"no KV link to any {other.label} node"
         if member.state is not was:
-            self._log(member, logging.INFO, f"{member.state}: {member.reason}" if member.reason else member.state)
+            level = logging.WARNING if member.state is NodeState.DOWN else logging.INFO
+            self._log(member, level, f"{member.state}: {member.reason}" if member.reason else member.state)
 
     def _tell_peers(self) -> None:
         """Tell every attached node the nodes of the other role that it may work with, if that changed."""
@@ -210,7 +250,7 @@ class Membership:
     def _log(self, member: Member, level: int, message: str) -> None:
         incarnation = member.hello.incarnation.hex()[:8] if member.hello else ""
         extra = {"peer": member.address, "incarnation": incarnation}
-        logger.log(level, "%s node %s: %s", member.role.label, member.address, message, extra=extra)
+        logger.log(level, "%s node %s", member.role.label, message, extra=extra)
 
 
 def _nothing_changes() -> None:

@@ -8,6 +8,9 @@ from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
 
+ROUTER_STOPS = "the router stops"
+"""Why a stream ends that this router itself lets go."""
+
 
 class NodeState(StrEnum):
     """A node as GetClusterState names it."""
@@ -77,6 +80,8 @@ class NodeLoad:
     num_waiting_tokens: int
     num_free_blocks: int
     connected_peers: frozenset[Incarnation] = frozenset()
+    is_doubtful: bool = False
+    """It may be lost: it counts as busy until that is known."""
 
 
 LegId = tuple[int, int]
@@ -113,7 +118,7 @@ class NodeLedger:
         """Note that a status came: it holds what was placed before."""
         self._num_since = self._tokens_since = 0
 
-    def load(self, hello: Hello, status: Status) -> NodeLoad:
+    def load(self, hello: Hello, status: Status, *, is_doubtful: bool = False) -> NodeLoad:
         """Return the node's load."""
         block_size = max(1, hello.process.block_size)
         waiting_tokens = max(status.num_waiting_tokens + self._tokens_since, sum(self._outstanding.values()))
@@ -129,4 +134,5 @@ class NodeLedger:
             num_waiting_tokens=waiting_tokens,
             num_free_blocks=status.num_free_blocks - self._tokens_since // block_size,
             connected_peers=status.connected_peers,
+            is_doubtful=is_doubtful,
         )

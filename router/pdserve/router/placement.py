@@ -87,10 +87,11 @@ def place(query: PlacementQuery, nodes: Sequence[NodeLoad], policy: PlacementPol
     pairs = _pairs(query, nodes)
     if not pairs:
         return _why_not(query, nodes)
-    chosen = policy.choose(query, pairs)
+    sure = [pair for pair in pairs if not any(node is not None and node.is_doubtful for node in pair)]
+    chosen = policy.choose(query, sure) if sure else None
     if chosen is None:
         return Busy()
-    prefill, decode = pairs[chosen]
+    prefill, decode = sure[chosen]
     return Pair(prefill.incarnation, decode.incarnation if decode else None, prefill.identity)
 
 

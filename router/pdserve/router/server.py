@@ -80,8 +80,7 @@ class Router:
             )
             self.server.add(SERVICE_NAME, front.register)
             await self.server.start()
-            address = f"{settings.advertised_host}:{self.server.port}"
-            logger.info("listening on %s", address, extra={"incarnation": self.process.incarnation.hex()})
+            address = self._say_where()
             announce(settings.ready_fd, {"grpc": address})
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -94,6 +93,22 @@ class Router:
             finally:
                 await self.server.stop(LAST_GRACE_S)
         logger.info("stopped")
+
+    def _say_where(self) -> str:
+        """Log where this router listens, and what it has to work with. Return the address that others reach it by."""
+        settings = self._settings
+        bound, address = (f"{host}:{self.server.port}" for host in (settings.host, settings.advertised_host))
+        where = bound if bound == address else f"{bound}, advertised as {address}"
+        logger.info("listening on %s", where, extra={"incarnation": self.process.incarnation.hex()})
+        for role, addresses in (("prefill", settings.prefill), ("decode", settings.decode)):
+            if not addresses:
+                logger.warning(
+                    "no %s node is given, so no request can be served; set --%s HOST:PORT or PDSERVE_%s",
+                    role,
+                    role,
+                    role.upper(),
+                )
+        return address
 
     def _links(self) -> list[NodeLink]:
         settings = self._settings

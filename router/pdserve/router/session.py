@@ -106,6 +106,16 @@ class Session:
         return self._answered_s is not None
 
     @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token, seconds; None without one."""
+        return self._timeline.ttft_s
+
+    @property
+    def e2el_s(self) -> float | None:
+        """Time to the answer, seconds; None before it."""
+        return None if self._answered_s is None else self._answered_s - self.facts.received_s
+
+    @property
     def num_open_legs(self) -> int:
         """Legs that are neither released nor lost."""
         return sum(not leg.is_closed for leg in self.legs)

@@ -4,15 +4,15 @@ Everything runs on the event loop's thread and returns at once; what sessions de
 """
 
 import asyncio
-import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.core.ids import Incarnation, new_transfer_id
-from pdserve.core.logs import RequestLogger
+from pdserve.core.work import LegOutcome
 from pdserve.router import pb_nodes
 from pdserve.router.admission import Admission, WaitingLine
 from pdserve.router.events import (
@@ -45,6 +45,7 @@ from pdserve.router.instructions import (
     Submit,
     WithdrawPlacement,
 )
+from pdserve.router.journal import Journal
 from pdserve.router.lifecycle import SessionState
 from pdserve.router.mailbox import Mailbox
 from pdserve.router.membership import Membership
@@ -58,8 +59,8 @@ from pdserve.router.session import Session, SessionFacts
 from pdserve.router.timeline import TimelineRecorder
 
 MIN_TIMER_S = 0.001
-
-logger = logging.getLogger(__name__)
+PEER_LOST = "peer_lost"
+"""A node's reason for a leg whose other node is gone."""
 
 
 @dataclass
@@ -69,7 +70,11 @@ class OpenSession:
     request: ValidRequest
     session: Session
     mailbox: Mailbox
-    log: RequestLogger
+    journal: Journal
+    processes: tuple[ProcessInfo, ...] = ()
+    """The nodes of the last attempt, as they were when it was submitted."""
+    error: PdserveError | None = None
+    is_ended: bool = False
     timer: asyncio.TimerHandle | None = None
     due_s: float | None = None
     events: deque[Event] = field(default_factory=deque)
@@ -100,6 +105,7 @@ class Sessions:
         self._pump_timer: asyncio.TimerHandle | None = None
         self._next_id = 1
         self._is_pumping = False
+        self._num_ended: Counter[str] = Counter()
         self.num_stray_events = 0
         self.num_abandoned_legs = 0
         self.on_idle: Callable[[], None] = _nobody_waits
@@ -135,9 +141,9 @@ class Sessions:
             timeline,
             new_transfer_id,
         )
-        log = RequestLogger(logger, {"request_id": request.label, "session_id": session_id})
         mailbox = Mailbox(self._max_unread_bytes if request.stream else None)
-        entry = OpenSession(request, session, mailbox, log)
+        entry = OpenSession(request, session, mailbox, Journal(request.label, session))
+        entry.journal.admitted()
         self._open[session_id] = entry
         entry.is_handling = True
         self._execute(entry, session.begin(self._clock.now_s()))
@@ -159,9 +165,9 @@ class Sessions:
         if entry is None:
             self.num_stray_events += 1
             return
-        if isinstance(event, LegEnded) and event.outcome.name not in ("FINISHED", "CANCELLED"):
-            extra = {"attempt": event.attempt, "peer": event.node.hex()[:8]}
-            entry.log.warning("leg %s: %s %s", event.outcome.name, event.reason, event.detail, extra=extra)
+        if isinstance(event, LegEnded):
+            entry.journal.leg_ended(event)
+            self._heed_loss(entry, event)
         self._tell(entry, event)
         if len(self._line):
             self.pump()
@@ -203,6 +209,9 @@ class Sessions:
             "waiting": float(len(self._line)),
             "legs_open": float(sum(entry.session.num_open_legs for entry in self._open.values())),
             "mailbox_bytes": float(sum(entry.mailbox.num_bytes for entry in self._open.values())),
+            "served_total": float(self._num_ended["served"]),
+            "failed_total": float(self._num_ended["failed"]),
+            "cancelled_total": float(self._num_ended["cancelled"]),
             "refused_total": float(self._admission.num_refused),
             "stray_events_total": float(self.num_stray_events),
             "abandoned_legs_total": float(self.num_abandoned_legs),
@@ -248,12 +257,15 @@ class Sessions:
         try:
             while entry.events:
                 event = entry.events.popleft()
+                entry.journal.happened(event)
                 self._execute(entry, entry.session.handle(event, self._clock.now_s()))
         except InternalError as error:
-            entry.log.exception("a session broke; its request fails")
+            entry.journal.broke()
             self._break(entry, error)
         finally:
             entry.is_handling = False
+        if entry.session.is_answered:
+            self._note_end(entry)
         self._arm_timer(entry)
 
     def _execute(self, entry: OpenSession, instructions: Iterable[Instruction]) -> None:
@@ -272,23 +284,20 @@ class Sessions:
                         entry.events.append(Aborted(self._slow_reader()))
                 case Finish():
                     entry.mailbox.finish(instruction)
-                case Answer() | Fail():
+                case Answer():
+                    entry.mailbox.close(instruction)
+                case Fail(error):
+                    entry.error = error
                     entry.mailbox.close(instruction)
                 case LegAbandoned(node, attempt):
                     self.num_abandoned_legs += 1
-                    extra = {"attempt": attempt, "peer": node.hex()[:8]}
-                    entry.log.error("a node never released a leg; %s", entry.session.life.tell(), extra=extra)
+                    entry.journal.abandoned(node, attempt)
                 case Close():
                     self._close(entry)
 
     def _ask_placement(self, entry: OpenSession, query: PlacementQuery) -> None:
         if entry.session.attempt:
-            entry.log.warning(
-                "attempt ended: %s; resuming after %d tokens",
-                entry.session.last_cause,
-                len(entry.session.sequence.token_ids),
-                extra={"attempt": entry.session.attempt},
-            )
+            entry.journal.resuming()
         self._line.join(query)
         asyncio.get_running_loop().call_soon(self.pump)
 
@@ -309,6 +318,9 @@ class Sessions:
 
     def _submit(self, entry: OpenSession, submit: Submit) -> None:
         """Tell both nodes at once, decode first: an OPEN that overtakes its submit would have to be parked."""
+        entry.journal.placed(submit)
+        hellos = [self._membership.hello(node) for node in (submit.prefill, submit.decode) if node is not None]
+        entry.processes = tuple(hello.process for hello in hellos if hello is not None)
         now_s = self._clock.now_s()
         facts, request = entry.session.facts, entry.request
         wire = pb_nodes.SubmitFacts(
@@ -333,6 +345,23 @@ class Sessions:
             self._membership.placed(node, (facts.session_id, submit.attempt), num_tokens)
         entry.events.append(Submitted(submit.attempt))
 
+    def _heed_loss(self, entry: OpenSession, event: LegEnded) -> None:
+        """A node may know of its peer's loss before this router's own stream breaks: nothing new goes there meanwhile."""
+        if event.outcome is not LegOutcome.FAILED or event.reason != PEER_LOST:
+            return
+        for leg in entry.session.legs:
+            if leg.attempt == event.attempt and leg.node != event.node and not leg.is_closed:
+                self._membership.doubt(leg.node, self._clock.now_s())
+
+    def _note_end(self, entry: OpenSession) -> None:
+        """Log and count the end of a request, once."""
+        if entry.is_ended:
+            return
+        entry.is_ended = True
+        ends = {SessionState.FINISHED: "served", SessionState.CANCELLED: "cancelled"}
+        self._num_ended["failed" if entry.error else ends.get(entry.session.state, "failed")] += 1
+        entry.journal.ended(entry.error)
+
     def _slow_reader(self) -> PdserveError:
         return SlowReader(
             f"the client left more than {self._max_unread_bytes} bytes unread", hint="read the stream faster"
@@ -345,7 +374,9 @@ class Sessions:
             if not leg.is_closed:
                 message = pb_nodes.cancel_message(entry.session_id, leg.attempt, "internal error")
                 self._membership.send(leg.node, [message])
+        entry.error = error
         entry.mailbox.close(Fail(error))
+        self._note_end(entry)
         self._close(entry)
 
     def _close(self, entry: OpenSession) -> None:

@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """An attempt that ended before the answer was complete; the time until the next attempt's first token, seconds."""
+    """An attempt that ended before the answer was complete; the time until the next attempt's first token or its end, seconds."""
 
     attempt: int
     cause: str
@@ -129,11 +129,17 @@ class TimelineRecorder:
         """Say that an attempt's first token arrived."""
         if self._first_token_s is None:
             self._first_token_s = now_s
-        self._stalls = [(*stall[:3], now_s if stall[3] is None else stall[3]) for stall in self._stalls]
+        self._end_stall(now_s)
 
     def attempt_ended(self, attempt: int, cause: str, now_s: float) -> None:
-        """Say that an attempt ended before the answer was complete."""
+        """Say that an attempt ended before the answer was complete. If it gave nothing, its own stall follows the last one."""
+        self._end_stall(now_s)
         self._stalls.append((attempt, cause, now_s, None))
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token, seconds; None without one."""
+        return None if self._first_token_s is None else self._first_token_s - self._received_s
 
     def nest(self, name: StageName, attempt: int, durations_s: Mapping[str, float]) -> None:
         """Put durations that a node measured into the attempt's stage; a later report replaces an earlier one."""
@@ -156,8 +162,7 @@ class TimelineRecorder:
         self._stages[-1].left_s = now_s
         self._date_adoption_back()
         e2el_s = now_s - self._received_s
-        first_s = now_s if self._first_token_s is None else self._first_token_s
-        ttft_s = first_s - self._received_s
+        ttft_s = e2el_s if self.ttft_s is None else self.ttft_s
         return Timeline(
             e2el_s=e2el_s,
             ttft_s=ttft_s,
@@ -170,6 +175,10 @@ class TimelineRecorder:
                 for attempt, cause, since_s, resumed_s in self._stalls
             ),
         )
+
+    def _end_stall(self, now_s: float) -> None:
+        if self._stalls and self._stalls[-1][3] is None:
+            self._stalls[-1] = (*self._stalls[-1][:3], now_s)
 
     def _date_adoption_back(self) -> None:
         """Move the cut between handover and decode to where it must have been at the latest.

@@ -13,6 +13,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_TEMPERATURE = 100.0
+DRAWN_SEED_BITS = 53
+"""A drawn seed survives JSON, whose numbers are exact below 2**53; a client may send any 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,15 @@ def input_field(given: PromptInput) -> str:
             return "chat.messages"
 
 
+def label_fault(label: str) -> tuple[str, str] | None:
+    """Return what is wrong with a label, and what would be right; None if it may stand in a log."""
+    if len(label) > MAX_LABEL_CHARS:
+        return f"the label has {len(label)} characters", f"at most {MAX_LABEL_CHARS}"
+    if not label.isprintable():
+        return "the label has characters that cannot be printed", "it stands in logs, on one line"
+    return None
+
+
 def _check_served(call: GenerateCall) -> None:
     """Refuse every field that this version does not serve; none is ignored."""
     if call.unknown_fields:
@@ -123,10 +134,9 @@ def _check_served(call: GenerateCall) -> None:
 
 
 def _check_label(label: str) -> None:
-    if len(label) > MAX_LABEL_CHARS:
-        _refuse("request_id", f"the label has {len(label)} characters", f"at most {MAX_LABEL_CHARS}")
-    if not label.isprintable():
-        _refuse("request_id", "the label has characters that cannot be printed", "it stands in logs, on one line")
+    fault = label_fault(label)
+    if fault is not None:
+        _refuse("request_id", *fault)
 
 
 def _checked_input(given: PromptInput | None, model: ServedModel) -> PromptInput:
@@ -162,7 +172,7 @@ def _checked_sampling(call: GenerateCall) -> Sampling:
     min_p = 0.0 if call.min_p is None else call.min_p
     if not 0.0 <= min_p < 1.0:
         _refuse("sampling.min_p", f"min_p is {min_p:g}", "at least 0, below 1")
-    seed = secrets.randbits(64) if call.seed is None else call.seed
+    seed = secrets.randbits(DRAWN_SEED_BITS) if call.seed is None else call.seed
     return Sampling(temperature, call.top_k or 0, top_p, min_p, seed)
 
 

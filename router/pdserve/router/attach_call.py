@@ -1,0 +1,84 @@
+"""One Attach call: messages out and in, and every way in which it can end as one exception with the node's own reason."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from pdserve.core.errors import NoNodes
+from pdserve.router.final_status import FinalStatus
+from pdserve.router.nodes import NodeState
+from pdserve.rpc.errors import error_from_rpc
+from pdserve.v1 import node_pb2
+
+CLOSED = "the node closed the stream"
+CONNECT_PREFIX = "Failed to connect to remote host: "
+"""What stands before this in gRPC's message repeats the address."""
+STATUS_WAIT_S = 1.0
+"""Longest wait for the status of a call that has ended already."""
+
+Call = grpc.aio.StreamStreamCall[node_pb2.AttachRequest, node_pb2.AttachResponse]
+
+
+class StreamEnded(Exception):
+    """The stream is over; `state` is how the node stands now. `reason` is empty if the node gave none that arrived."""
+
+    def __init__(self, state: NodeState, reason: str) -> None:
+        super().__init__(reason)
+        self.state, self.reason = state, reason
+
+
+class AttachCall:
+    """Reads and writes the stream. `on_broken` is called at once when it breaks, before the reason is known."""
+
+    def __init__(self, call: Call, on_broken: Callable[[], None]) -> None:
+        self._call, self._on_broken = call, on_broken
+        self._final = FinalStatus(call)
+
+    async def write(self, message: node_pb2.AttachRequest) -> None:
+        """Send one message; waits while the node does not read. Raises StreamEnded."""
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            raise await self._ended() from None
+        except asyncio.CancelledError:
+            if _is_asked_to_stop():
+                raise
+            raise await self._ended() from None
+
+    async def read(self) -> node_pb2.AttachResponse:
+        """Return the next message. Raises StreamEnded."""
+        try:
+            message = await self._call.read()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            raise await self._ended() from None
+        except asyncio.CancelledError:
+            if _is_asked_to_stop():
+                raise
+            raise await self._ended() from None
+        if not isinstance(message, node_pb2.AttachResponse):
+            raise await self._ended()
+        return message
+
+    def cancel(self) -> None:
+        """End the call from this side; harmless when it is over."""
+        self._call.cancel()
+
+    async def _ended(self) -> StreamEnded:
+        self._on_broken()
+        status = await self._final.wait(STATUS_WAIT_S)
+        if status is None:
+            return StreamEnded(NodeState.DOWN, "")
+        if status.code() is grpc.StatusCode.OK:
+            return StreamEnded(NodeState.DOWN, CLOSED)
+        typed = error_from_rpc(status)
+        if isinstance(typed, NoNodes) and typed.retry_after_s is not None:
+            return StreamEnded(NodeState.LOADING, typed.message)
+        message = typed.message.rpartition(CONNECT_PREFIX)[2]
+        return StreamEnded(NodeState.DOWN, f"{status.code().name.lower()}: {message}")
+
+
+def _is_asked_to_stop() -> bool:
+    """Whether this task is cancelled. Otherwise grpc.aio raised CancelledError because the node ended with CANCELLED."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
