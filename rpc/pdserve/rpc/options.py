@@ -2,12 +2,14 @@
 
 Keepalive facts behind the numbers: `keepalive_timeout_ms` alone does not notice a frozen peer (the transport's write timeout
 does, after 60 s); `http2.ping_timeout_ms` does, within its value. A server answers GOAWAY `too_many_pings` when its
-`min_ping_interval_without_data_ms` is larger than the client's interval, so the two stand side by side here.
+`min_ping_interval_without_data_ms` is larger than the client's interval, so the two stand side by side here. `min_reconnect_backoff_ms` is in truth the time that one attempt to connect may take: a
+refused connection is dialled again after the initial backoff, a silent one only after this.
 """
 
 KEEPALIVE_MS = 10_000
 PING_TIMEOUT_MS = 2_000
 RECONNECT_MS = (100, 1_000)
+CONNECT_TIMEOUT_MS = 3_000
 
 Options = list[tuple[str, int | str]]
 
@@ -22,7 +24,7 @@ def channel_options(max_message_bytes: int = 4 << 20) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", first_ms),
-        ("grpc.min_reconnect_backoff_ms", first_ms),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", last_ms),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
