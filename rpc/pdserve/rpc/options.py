@@ -1,9 +1,10 @@
-"""Channel and server options, spelt once. gRPC ignores a misspelt option silently, so a test reads them off a live channel.
+"""Channel and server options, spelt once. gRPC ignores a misspelt option silently, so a test looks each up in its binary.
 
 Keepalive facts behind the numbers: `keepalive_timeout_ms` alone does not notice a frozen peer (the transport's write timeout
 does, after 60 s); `http2.ping_timeout_ms` does, within its value. A server answers GOAWAY `too_many_pings` when its
-`min_ping_interval_without_data_ms` is larger than the client's interval, so the two stand side by side here. `min_reconnect_backoff_ms` is in truth the time that one attempt to connect may take: a
-refused connection is dialled again after the initial backoff, a silent one only after this.
+`min_ping_interval_without_data_ms` is larger than the client's interval, so the two stand side by side here.
+`min_reconnect_backoff_ms` is in truth the time that one attempt to connect may take: a refused connection is dialled again
+after the initial backoff, a silent one only after this.
 """
 
 KEEPALIVE_MS = 10_000
