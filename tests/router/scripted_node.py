@@ -36,8 +36,6 @@ class ScriptedNode:
     max_model_len: int = 1000
     weight_digest: str = "w"
     refusal: PdserveError | None = None
-    end_with: grpc.StatusCode | None = None
-    """Status of the stream that ends next."""
     lease_s: float = 3.0
     step_age_s: float = 0.0
     is_silent: bool = False
@@ -86,9 +84,6 @@ class ScriptedNode:
                 await context.write(word)
             reading.cancel()
             beating.cancel()
-        if self.end_with is not None:
-            status, self.end_with = self.end_with, None
-            await context.abort(status, "scripted")
 
     async def _listen(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> None:
         async for request in requests:

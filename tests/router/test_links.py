@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from pdserve.core.errors import NoNodes, PdserveError, Unauthenticated
 from pdserve.router.attach import STEP_LIMIT_S
 from pdserve.router.attach_call import CLOSED, AttachCall, StreamEnded
+from pdserve.router.final_status import OWN_MAKING, FinalStatus
 from pdserve.router.nodes import NodeState
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.options import channel_options
@@ -89,6 +90,45 @@ async def test_a_call_ends_with_the_nodes_own_reason(how: Any, state: NodeState,
     assert ends == {(state, reason, True)}
 
 
+class TwoStatuses:
+    """A call of which grpc.aio says first what it made up itself, and then what the node sent."""
+
+    def __init__(self) -> None:
+        self.status = (grpc.StatusCode.INTERNAL, OWN_MAKING)
+        self.callbacks: list[Any] = []
+
+    def add_done_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    async def code(self) -> grpc.StatusCode:
+        return self.status[0]
+
+    async def details(self) -> str:
+        return self.status[1]
+
+    async def trailing_metadata(self) -> None:
+        return None
+
+    def end(self) -> None:
+        for callback in self.callbacks:
+            callback(self)
+
+
+async def test_a_made_up_status_is_not_the_nodes_even_if_it_comes_first() -> None:
+    """This order did not come up in a thousand tries with a real server, so it is acted."""
+    call = TwoStatuses()
+    final = FinalStatus(cast("Any", call))
+    call.end()
+    assert await final.wait(0.0) is None
+    call.status = (grpc.StatusCode.UNAUTHENTICATED, "wrong")
+    call.end()
+    call.status = (grpc.StatusCode.INTERNAL, OWN_MAKING)
+    call.end()
+    known = await final.wait(DEADLINE_S)
+    assert known is not None
+    assert (known.code(), known.details()) == (grpc.StatusCode.UNAUTHENTICATED, "wrong")
+
+
 @pytest.mark.parametrize("refusal", [WRONG_SECRET, LOADING], ids=["secret", "loading"])
 async def test_a_refused_router_keeps_the_reason_while_it_dials_again(tmp_path: Path, refusal: PdserveError) -> None:
     async with start_stage(tmp_path) as stage:
@@ -106,18 +146,6 @@ async def test_a_refused_router_keeps_the_reason_while_it_dials_again(tmp_path: 
         await stage.until("ready", 2)
 
 
-async def test_a_node_that_cancels_the_stream_is_dialled_again(tmp_path: Path) -> None:
-    """For grpc.aio this status is a cancelled task: it must not end the link."""
-    async with start_stage(tmp_path) as stage:
-        await stage.until("ready", 2)
-        node = stage.prefill[0]
-        before = node.num_streams
-        node.end_with = grpc.StatusCode.CANCELLED
-        node.hang_up()
-        await until(lambda: node.num_streams > before)
-        await stage.until("ready", 2)
-
-
 async def test_a_node_that_its_peer_lost_gets_no_work_before_its_own_stream_breaks(tmp_path: Path) -> None:
     """After a kill -9 the decode node's word came 0.4 ms before the break, and the next attempt went to the dead node."""
     async with start_stage(tmp_path, num_prefill=2) as stage:
@@ -127,10 +155,14 @@ async def test_a_node_that_its_peer_lost_gets_no_work_before_its_own_stream_brea
         call = ask(stage)
         first = await dead.next_of("submit")
         await stage.decode[0].next_of("submit")
+        linked = [stage.decode[0].incarnation]
+        other.say(status=node_pb2.NodeStatus(num_running=5, connected_peers=linked, num_free_blocks=100))
+        await until(lambda: [load.num_running for load in stage.router.membership.loads()] == [0, 5, 0])
+        dead.first_token(first, IDS[0])
+        await until(lambda: stage.gauges()["sessions.handing_over"] == 1)
         stage.decode[0].released(first, node_pb2.LEG_OUTCOME_FAILED, "peer_lost")
         second = await other.next_of("submit")
         assert (second.attempt, second.prefill_incarnation) == (2, other.incarnation)
-        other.first_token(second, IDS[0])
         stage.decode[0].adopted(second)
         stage.decode[0].tokens(second, 1, IDS[1:4], is_last=True)
         stage.decode[0].released(second)

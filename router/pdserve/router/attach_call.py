@@ -41,20 +41,12 @@ class AttachCall:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             raise await self._ended() from None
-        except asyncio.CancelledError:
-            if _is_asked_to_stop():
-                raise
-            raise await self._ended() from None
 
     async def read(self) -> node_pb2.AttachResponse:
         """Return the next message. Raises StreamEnded."""
         try:
             message = await self._call.read()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            raise await self._ended() from None
-        except asyncio.CancelledError:
-            if _is_asked_to_stop():
-                raise
             raise await self._ended() from None
         if not isinstance(message, node_pb2.AttachResponse):
             raise await self._ended()
@@ -76,9 +68,3 @@ class AttachCall:
             return StreamEnded(NodeState.LOADING, typed.message)
         message = typed.message.rpartition(CONNECT_PREFIX)[2]
         return StreamEnded(NodeState.DOWN, f"{status.code().name.lower()}: {message}")
-
-
-def _is_asked_to_stop() -> bool:
-    """Whether this task is cancelled. Otherwise grpc.aio raised CancelledError because the node ended with CANCELLED."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0

@@ -42,7 +42,7 @@ class PlacementPolicy(Protocol):
     """Chooses among pairs that can serve; pluggable."""
 
     def choose(self, query: PlacementQuery, pairs: Sequence[tuple[NodeLoad, NodeLoad | None]]) -> int | None:
-        """Return the index of the best pair, or None to wait."""
+        """Return the index of the best pair, or None to wait; `pairs` may be empty."""
         ...
 
 
@@ -88,7 +88,7 @@ def place(query: PlacementQuery, nodes: Sequence[NodeLoad], policy: PlacementPol
     if not pairs:
         return _why_not(query, nodes)
     sure = [pair for pair in pairs if not any(node is not None and node.is_doubtful for node in pair)]
-    chosen = policy.choose(query, sure) if sure else None
+    chosen = policy.choose(query, sure)
     if chosen is None:
         return Busy()
     prefill, decode = sure[chosen]
