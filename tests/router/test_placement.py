@@ -207,9 +207,9 @@ def test_the_line_keeps_resumes_ahead_and_each_by_age() -> None:
     line.join(query(session_id=2, arrived_s=1.0))
     line.join(query(session_id=3, arrived_s=9.0, is_resume=True))
     line.join(query(session_id=4, arrived_s=0.0, not_before_s=5.0))
-    assert [asked.session_id for asked in line.due(4.0)] == [3, 2, 1]
+    assert [asked.session_id for asked in line.due(4.0, 9)] == [3, 2, 1]
     assert line.next_due_s(4.0) == 5.0
-    assert [asked.session_id for asked in line.due(5.0)] == [3, 4, 2, 1]
+    assert [asked.session_id for asked in line.due(5.0, 9)] == [3, 4, 2, 1]
     assert (len(line), line.num_new) == (4, 3)
     line.leave(3)
     line.leave(3)
@@ -224,3 +224,25 @@ def test_a_lease_expires_by_silence_and_not_by_our_own_lateness() -> None:
     assert not lease.is_expired(5.0), "this process slept 3.5 s longer than it meant to"
     times = [5.5, 6.0, 6.5, 7.0, 7.5]
     assert [lease.is_expired(time_s) for time_s in times] == [False, False, False, False, True]
+
+
+def test_resumes_are_paced_and_new_work_goes_on() -> None:
+    """The loss of a full node must not put all of its sessions before everyone else at once."""
+    line = WaitingLine()
+    for number in range(6):
+        line.join(query(session_id=number, is_resume=number < 4, arrived_s=float(number)))
+    assert [asked.session_id for asked in line.due(0.0, 2)] == [0, 1, 4, 5]
+    assert [asked.session_id for asked in line.due(0.0, 0)] == [4, 5]
+    assert [asked.session_id for asked in line.due(0.0, -3)] == [4, 5]
+
+
+def test_an_idle_hour_does_not_lengthen_the_advice_to_retry() -> None:
+    admission = Admission(max_sessions=1, max_queue=1)
+    for now_s in (0.0, 3600.0, 7200.0):
+        admission.admit(0)
+        admission.leave(now_s)
+    admission.admit(0)
+    with pytest.raises(Overloaded) as raised:
+        admission.admit(0)
+    assert raised.value.retry_after_s is not None
+    assert raised.value.retry_after_s < 1.0

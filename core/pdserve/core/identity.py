@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 SALT_SCHEME = "sha256-chain-v1"
 
@@ -29,7 +30,11 @@ class Identity:
         return named | {f"kv.{name}": value for name, value in sorted(self.kv_fields.items())}
 
     def digest(self) -> str:
-        """Return a SHA-256 over all fields, hex."""
+        """Return a SHA-256 over all fields, hex; computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self.as_fields(), sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: "Identity") -> list[str]:

@@ -39,6 +39,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._process: ProcessInfo | None = None
         self._process_gauges: Callable[[], dict[str, float]] = dict
         self._draining = False
+        self._num_unusable = 0
 
     def open_for_work(self, desk: Desk, process: ProcessInfo, process_gauges: Callable[[], dict[str, float]]) -> None:
         """Accept routers from now on."""
@@ -115,6 +116,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             "legs": float(self.legs.num_open),
             "outbox_bytes": float(self.legs.pending_bytes()),
             "draining": float(self._draining),
+            "unusable_messages_total": float(
+                self._num_unusable + sum(stream.num_unusable for stream in self._streams.values())
+            ),
             **role,
             **self._process_gauges(),
         }
@@ -178,6 +182,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         if self._streams.get(stream.router) is not stream:
             return
         del self._streams[stream.router]
+        self._num_unusable += stream.num_unusable
         for key in self.legs.detach(stream.router):
             desk.cancel(key, f"router lost: {stream.close_reason}")
         self._on_peers(stream.router, ())

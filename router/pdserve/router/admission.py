@@ -14,7 +14,7 @@ MAX_RETRY_S = 30.0
 class Admission:
     """Counts open sessions and waiting ones against their bounds.
 
-    `retry_after_s` is the length of the line times the smoothed time between two departures.
+    `retry_after_s` is the length of the line times the smoothed time between two departures of one busy period.
     """
 
     def __init__(self, max_sessions: int, max_queue: int) -> None:
@@ -42,7 +42,8 @@ class Admission:
         self.num_open -= 1
         if self._left_s is not None:
             self._interval_s += SMOOTHING * (now_s - self._left_s - self._interval_s)
-        self._left_s = now_s
+        # An idle hour says nothing of how fast requests leave.
+        self._left_s = now_s if self.num_open else None
 
     def _refuse(self, why: str, num_waiting: int) -> None:
         self.num_refused += 1
@@ -87,10 +88,12 @@ class WaitingLine:
         """Return every question, in no particular order."""
         return list(self._queries.values())
 
-    def due(self, now_s: float) -> list[PlacementQuery]:
-        """Return the questions that may be answered now, in their order."""
+    def due(self, now_s: float, max_resumes: int) -> list[PlacementQuery]:
+        """Return the questions that may be answered now, in their order: at most `max_resumes` resumes, then new work."""
         ready = [query for query in self._queries.values() if query.not_before_s <= now_s]
-        return sorted(ready, key=lambda query: _Place(not query.is_resume, query.arrived_s, query.session_id))
+        ready.sort(key=lambda query: _Place(not query.is_resume, query.arrived_s, query.session_id))
+        resumes = [query for query in ready if query.is_resume]
+        return resumes[: max(0, max_resumes)] + [query for query in ready if not query.is_resume]
 
     def next_due_s(self, now_s: float) -> float | None:
         """Return when the next pause ends, or None if nobody pauses."""

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NoNodes, PdserveError
+from pdserve.core.errors import NoNodes, PdserveError, SlowReader
 from pdserve.router import journal, pb
 from pdserve.router.admission import Admission
 from pdserve.router.instructions import Answer, Fail
@@ -25,6 +25,8 @@ from pdserve.rpc.errors import abort_with
 from pdserve.rpc.process_gauges import process_gauges
 from pdserve.v1 import inference_pb2
 
+CLIENT_STALL_S = 60.0
+"""Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 MAX_INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
@@ -169,11 +171,19 @@ class InferenceFront:
             if isinstance(parcel.end, Fail) and (is_whole or not parcel.shown):
                 raise parcel.end.error
             answer = parcel.end if isinstance(parcel.end, Answer) else None
-            await context.write(pb.response(parcel.shown, parcel.finish, answer, self._closing(entry, answer)))
+            await self._write(context, pb.response(parcel.shown, parcel.finish, answer, self._closing(entry, answer)))
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error
             if answer is not None:
                 return
+
+    async def _write(self, context: Context, message: Message) -> None:
+        """Hand a message to the transport; raise SlowReader if the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(CLIENT_STALL_S):
+                await context.write(message)
+        except TimeoutError:
+            raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint="read the stream") from None
 
     def _closing(self, entry: OpenSession, answer: Answer | None) -> pb.Closing:
         nodes = () if answer is None else entry.processes

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
@@ -20,6 +19,7 @@ from pdserve.router.placement import LeastLoaded
 from pdserve.router.sessions import Sessions
 from pdserve.router.tokenizer import load_text_model
 from pdserve.rpc.server import GrpcServer, announce
+from pdserve.rpc.stops import StopSignals
 
 TOKENIZER_THREADS = 2
 LAST_GRACE_S = 1.0
@@ -35,15 +35,8 @@ async def serve(settings: RouterSettings) -> None:
     at once. Raises ModelUnavailable without the model's tokenizer and AddressInUse if the port is taken.
     """
     router = Router(settings, SystemClock())
-    stops = _Stops()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stops.on_signal)
-    try:
+    with StopSignals().installed() as stops:
         await router.run(stops.first, stops.second)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 class Router:
@@ -157,15 +150,3 @@ class Router:
         if len(self.sessions):
             logger.warning("%d requests did not finish in time", len(self.sessions))
             self.sessions.abort_all(lambda: Draining("the router stopped before the answer was complete"))
-
-
-class _Stops:
-    """Counts the signals that ask the process to stop."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-
-    def on_signal(self) -> None:
-        """Take one signal."""
-        (self.second if self.first.is_set() else self.first).set()

@@ -52,7 +52,7 @@ from pdserve.router.timeline import StageName, TimelineRecorder
 SUMMARY_GRACE_S = 0.1
 """Longest that a complete answer waits for the nodes' own durations before its summary is sent."""
 RELEASE_WAIT_S = 120.0
-"""Longest that an answered session waits for `released`: a backstop, longer than any timer of a node."""
+"""Longest that an answered session waits for `released`, a backstop: a node releases what is cancelled within a step."""
 DEADLINE_SLACK_S = 0.25
 """A node that ends a leg this close to the deadline ended it for the deadline."""
 

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pdserve.core.build import ProcessInfo
+from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.core.ids import Incarnation, new_transfer_id
@@ -49,6 +49,7 @@ from pdserve.router.journal import Journal
 from pdserve.router.lifecycle import SessionState
 from pdserve.router.mailbox import Mailbox
 from pdserve.router.membership import Membership
+from pdserve.router.nodes import NodeLoad
 from pdserve.router.output import OutputText
 from pdserve.router.patience import SessionLimits
 from pdserve.router.pb import SessionRow
@@ -59,6 +60,8 @@ from pdserve.router.session import Session, SessionFacts
 from pdserve.router.timeline import TimelineRecorder
 
 MIN_TIMER_S = 0.001
+RESUMES_PER_NODE = 8
+"""Sessions per prefill node that are computed anew at once: the loss of a full node must not flood the others."""
 PEER_LOST = "peer_lost"
 """A node's reason for a leg whose other node is gone."""
 
@@ -105,6 +108,7 @@ class Sessions:
         self._pump_timer: asyncio.TimerHandle | None = None
         self._next_id = 1
         self._is_pumping = False
+        self._is_pump_due = False
         self._num_ended: Counter[str] = Counter()
         self.num_stray_events = 0
         self.num_abandoned_legs = 0
@@ -169,8 +173,8 @@ class Sessions:
             entry.journal.leg_ended(event)
             self._heed_loss(entry, event)
         self._tell(entry, event)
-        if len(self._line):
-            self.pump()
+        if len(self._line) and isinstance(event, FirstToken | LegReleased):
+            self._pump_soon()
 
     def node_lost(self, node: Incarnation, reason: str) -> None:
         """Tell every session that a node's stream broke."""
@@ -188,10 +192,9 @@ class Sessions:
         if self._is_pumping:
             return
         self._is_pumping = True
+        self._is_pump_due = False
         try:
-            now_s = self._clock.now_s()
-            for query in self._line.due(now_s):
-                self._try_place(query)
+            self._place_waiting()
         finally:
             self._is_pumping = False
         self._arm_pump()
@@ -213,7 +216,9 @@ class Sessions:
             "failed_total": float(self._num_ended["failed"]),
             "cancelled_total": float(self._num_ended["cancelled"]),
             "refused_total": float(self._admission.num_refused),
-            "stray_events_total": float(self.num_stray_events),
+            "stray_events_total": float(
+                self.num_stray_events + sum(entry.session.num_stray_events for entry in self._open.values())
+            ),
             "abandoned_legs_total": float(self.num_abandoned_legs),
         }
 
@@ -259,9 +264,10 @@ class Sessions:
                 event = entry.events.popleft()
                 entry.journal.happened(event)
                 self._execute(entry, entry.session.handle(event, self._clock.now_s()))
-        except InternalError as error:
+        except Exception as error:  # noqa: BLE001 - a fault in one session must not end the router for all others
             entry.journal.broke()
-            self._break(entry, error)
+            fault = f"a fault of the router: {type(error).__name__}: {error}"
+            self._break(entry, error if isinstance(error, InternalError) else InternalError(fault))
         finally:
             entry.is_handling = False
         if entry.session.is_answered:
@@ -299,22 +305,44 @@ class Sessions:
         if entry.session.attempt:
             entry.journal.resuming()
         self._line.join(query)
-        asyncio.get_running_loop().call_soon(self.pump)
+        self._pump_soon()
 
-    def _try_place(self, query: PlacementQuery) -> None:
+    def _pump_soon(self) -> None:
+        """Pump once, however many events of this turn of the loop ask for it."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            asyncio.get_running_loop().call_soon(self.pump)
+
+    def _place_waiting(self) -> None:
+        loads = self._membership.loads()
+        room = RESUMES_PER_NODE * sum(load.role is Role.PREFILL for load in loads) - self._num_resuming()
+        for query in self._line.due(self._clock.now_s(), room):
+            if self._try_place(query, loads):
+                loads = self._membership.loads()
+
+    def _num_resuming(self) -> int:
+        """Sessions whose tokens are being computed anew."""
+        return sum(
+            entry.session.attempt > 1 and entry.session.state in (SessionState.PLACED, SessionState.PREFILLING)
+            for entry in self._open.values()
+        )
+
+    def _try_place(self, query: PlacementQuery, loads: list[NodeLoad]) -> bool:
+        """Answer a question if it can be answered now; return whether nodes were given work."""
         entry = self._open.get(query.session_id)
-        found = place(query, self._membership.loads(), self._policy)
+        found = place(query, loads, self._policy)
         if entry is None or isinstance(found, Busy):
-            return
+            return False
         if isinstance(found, Pair):
             self._line.leave(query.session_id)
             eos = self._membership.eos_token_ids(found.prefill)
             self._tell(entry, Placed(found.prefill, found.decode, found.identity, eos))
-            return
+            return True
         if found.is_final or not query.is_resume:
             self._line.leave(query.session_id)
             found.error.hint = found.error.hint or self._membership.why_empty()
             self._tell(entry, PlacementRefused(found.error))
+        return False
 
     def _submit(self, entry: OpenSession, submit: Submit) -> None:
         """Tell both nodes at once, decode first: an OPEN that overtakes its submit would have to be parked."""
@@ -385,6 +413,7 @@ class Sessions:
         if entry.timer is not None:
             entry.timer.cancel()
         self._admission.leave(self._clock.now_s())
+        self.num_stray_events += entry.session.num_stray_events
         if not self._open:
             self.on_idle()
 
