@@ -13,7 +13,7 @@ from pdserve.kvtransfer.handshake import HELLO_LABEL, proof
 from pdserve.kvtransfer.messages import Ack, Beat, Challenge, Gone, Hello, Nack, Open, Refuse, Welcome
 from pdserve.kvtransfer.settings import LinkSettings
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY, LAYOUT, settings
-from tests.kvtransfer.world import World
+from tests.kvtransfer.world import World, peers_up
 
 SECRET = b"a cluster secret"
 
@@ -67,8 +67,8 @@ def test_equal_nodes_meet() -> None:
     assert world.sent == [PeerUp(world.theirs.incarnation)]
     assert world.received == [PeerUp(world.mine.incarnation)]
     assert world.said("<", Challenge) == []
-    assert world.sender.peers_up() == {world.theirs.incarnation}
-    assert world.receiver.peers_up() == {world.mine.incarnation}
+    assert peers_up(world.sent) == {world.theirs.incarnation}
+    assert peers_up(world.received) == {world.mine.incarnation}
 
 
 def test_another_version_is_refused_by_name() -> None:
@@ -99,7 +99,7 @@ def test_a_restarted_receiver_is_another_peer() -> None:
     world.sender.set_peers({new_incarnation(): "there"}, 0.0)
     world.settle()
     assert [event.fields for event in world.sent if isinstance(event, PeerRefused)] == [("incarnation",)]
-    assert world.receiver.peers_up() == frozenset()
+    assert peers_up(world.received) == set()
 
 
 class TestSecret:
@@ -111,12 +111,12 @@ class TestSecret:
     def test_another_secret_is_refused(self) -> None:
         world = World(settings(secret=b"wrong"), settings(secret=SECRET)).meet()
         assert world.sent == [PeerRefused(world.theirs.incarnation, ("proof",), "the cluster secret differs")]
-        assert world.receiver.peers_up() == frozenset()
+        assert peers_up(world.received) == set()
 
     def test_no_secret_against_one(self) -> None:
         world = World(settings(), settings(secret=SECRET)).meet()
         assert [event.fields for event in world.sent if isinstance(event, PeerRefused)] == [("secret",)]
-        assert world.receiver.peers_up() == frozenset()
+        assert peers_up(world.received) == set()
 
     def test_a_receiver_without_the_secret_gets_nothing(self) -> None:
         world = World(settings(secret=SECRET), settings()).meet()
@@ -243,7 +243,7 @@ class TestLease:
         assert world.received_kinds(transfer_id) == ["Opened", "ReceiveFailed", "ReceiveClosed"]
         world.fault = lambda *args: [args[3]]
         world.advance(world.mine.lease_s + world.mine.park_s + 2.0)
-        assert world.sender.peers_up() == {world.theirs.incarnation}
+        assert peers_up(world.sent) == {world.theirs.incarnation}
         other = world.open()
         world.send_all(other)
         assert world.sent_kinds(other) == ["Granted", "Acked", "SendClosed"]
@@ -297,7 +297,7 @@ class TestPeersThatGo:
         world.sender.set_peers({}, world.now_s)
         world.receiver.set_peers(frozenset(), world.now_s)
         world.settle()
-        assert world.sender.peers_up() == frozenset()
+        assert world.sender.gauges()["kv_links_up"] == 1, "it stays until its transfer is over"
         world.send_all(transfer_id)
         assert world.sent_kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
         assert world.sender.gauges()["kv_links"] == world.receiver.gauges()["kv_links"] == 0
@@ -307,4 +307,4 @@ class TestPeersThatGo:
         world.sender.set_peers({world.theirs.incarnation: "elsewhere"}, world.now_s)
         world.settle()
         assert world.num_dialled == 2
-        assert world.sender.peers_up() == {world.theirs.incarnation}
+        assert peers_up(world.sent) == {world.theirs.incarnation}

@@ -27,7 +27,7 @@ from pdserve.kvtransfer.messages import (
 from pdserve.kvtransfer.sender_table import SenderTable
 from pdserve.kvtransfer.wire import checksum
 from tests.kvtransfer.nodes import FIRST, LAYOUT, kv_bytes, settings
-from tests.kvtransfer.world import World, failure, loss
+from tests.kvtransfer.world import World, failure, loss, peers_up
 
 
 class TestWrongPeer:
@@ -41,7 +41,7 @@ class TestWrongPeer:
         hello = Hello(other, world.theirs.incarnation, bytes(16), world.mine.offer)
         world.receiver.message(self.route, hello, memoryview(b""), world.now_s)
         world.settle()
-        assert len(world.receiver.peers_up()) == 2
+        assert len(peers_up(world.received)) == 2
         return world
 
     route = Route(b"third")

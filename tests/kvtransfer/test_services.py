@@ -237,7 +237,8 @@ def test_hello_before_the_routers_list_connects_as_soon_as_it_comes(pair: Pair) 
     both = frozenset({pair.sender_settings.incarnation, other.sender_settings.incarnation})
     pair.receiver.set_peers(both)
     other.sent.wait(PeerUp)
-    assert pair.receiver.peers_up() == both
+    pair.received.wait(PeerUp, lambda event: event.incarnation == other.sender_settings.incarnation)
+    assert pair.receiver.gauges()["kv_links_up"] == 2
     assert other.sender.stop()
     pair.received.wait(PeerDown, lambda event: event.incarnation == other.sender_settings.incarnation)
 
@@ -305,9 +306,15 @@ def test_too_many_waiting_marks_fail_by_name(make_channel: Callable[[], Channel]
 def test_a_busy_port_is_a_named_error(make_channel: Callable[[], Channel]) -> None:
     pair = Pair.make(make_channel).start()
     port = int(pair.receiver.endpoint.rpartition(":")[2])
-    second = KvReceiveService(settings(), BytesSink(BIG), Events(), port=port, make_channel=make_channel)
+    events = Events()
+    second = KvReceiveService(settings(), BytesSink(BIG), events, port=port, make_channel=make_channel)
     with pytest.raises(AddressInUse):
         second.start()
+    _, theirs = pair.specs()
+    second.expect(theirs)
+    assert events.kinds(theirs.transfer_id) == ["ReceiveFailed", "ReceiveClosed"], (
+        "nothing waits for a thread that is not"
+    )
     assert second.stop()
     pair.stop()
 

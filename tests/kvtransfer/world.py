@@ -4,14 +4,22 @@ Every message passes the codec. A test may look at the wire, and change, drop or
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pdserve.core.clock import ManualClock
-from pdserve.core.ids import TransferId
+from pdserve.core.ids import Incarnation, TransferId
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.codec import decode, encode
-from pdserve.kvtransfer.events import ReceiveEvent, ReceiveFailed, SendEvent, SendFailed, TransferSpec
+from pdserve.kvtransfer.events import (
+    PeerDown,
+    PeerUp,
+    ReceiveEvent,
+    ReceiveFailed,
+    SendEvent,
+    SendFailed,
+    TransferSpec,
+)
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send
 from pdserve.kvtransfer.messages import Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
@@ -232,6 +240,17 @@ class World:
         else:
             self.unreleased.append(lambda: self.sender.data_released(plan.link, route))
         return True
+
+
+def peers_up(events: Sequence[SendEvent | ReceiveEvent]) -> set[Incarnation]:
+    """The peers that a node takes for connected after these events."""
+    up: set[Incarnation] = set()
+    for event in events:
+        if isinstance(event, PeerUp):
+            up.add(event.incarnation)
+        elif isinstance(event, PeerDown):
+            up.remove(event.incarnation)
+    return up
 
 
 def failure(world: World, transfer_id: TransferId) -> str:

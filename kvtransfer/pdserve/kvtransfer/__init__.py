@@ -3,17 +3,17 @@
 In the walk of a request it stands between `prefill_node.handoff` and `decode_node.intake`. It moves bytes and answers for
 them; it knows neither tensors nor models, decides nothing about blocks, and talks to no router.
 
-A node uses one class, and hears events on that class's I/O thread.
+A node uses one class, and hears events on that class's I/O thread. After `CorridorBroken` the process is of no more use.
 
 - A prefill node: `KvSendService` with a `KvSource` (`pack`). `set_peers`; then per transfer `open`, `mark_ready` for each
-  computed layer range, and `commit` or `abort`. `SendClosed` is the last event.
+  computed layer range, and `commit` or `abort`. `SendClosed` is the last event of a transfer.
 - A decode node: `KvReceiveService` with a `KvSink` (`place`). `set_peers`; then per transfer `expect`, and on `Opened` a `grant`
-  or `refuse`. `Received` means that all KV is verified and placed; `ReceiveClosed` is the last event.
+  or `refuse`, and `cancel` at any time. `Received` means that all KV is verified and placed; `ReceiveClosed` is the last event.
 
 Inside, from the wire up: `wire`, `messages`, `codec` (frames); `channel`, `inprocess`, `zeromq` (transports); `framing`,
 `coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and `receiver`, `receiver_link`,
-`receiver_table` (machines without sockets or clocks, each with its transition table); `io_loop`, `send_service`,
-`receive_service` (the shells).
+`receiver_table` (machines without sockets or clocks, each with its transition table); `fair_lock`, `herald`, `io_loop`,
+`send_service`, `receive_service` (the shells).
 
 Places kept for later: `Grant.skip_tokens` (delta), `Data.dtype` (wire quantization), `Data.heads` and `Welcome.endpoints`
 (head ranges), `Channel` (shared memory and other transports).
@@ -21,6 +21,7 @@ Places kept for later: `Grant.skip_tokens` (delta), `Data.dtype` (wire quantizat
 
 from pdserve.kvtransfer.events import (
     Acked,
+    CorridorBroken,
     FinishedEarly,
     Granted,
     KvSink,
@@ -45,6 +46,7 @@ from pdserve.kvtransfer.settings import LinkSettings
 
 __all__ = [
     "Acked",
+    "CorridorBroken",
     "FinishedEarly",
     "Granted",
     "KvReceiveService",

@@ -10,6 +10,10 @@ from typing import Protocol
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
 
+SHUTDOWN = "shutdown"
+CORRIDOR_BROKEN = "corridor_broken"
+"""Why a transfer failed when its own node's end of the corridor ended: by `stop`, or by a fault."""
+
 
 class KvSource(Protocol):
     """A prefill node's pool, read on the I/O thread."""
@@ -80,6 +84,16 @@ class PeerDown:
     """The link to this peer, which was up, is lost; its transfers have failed."""
 
     incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CorridorBroken:
+    """The I/O thread is over by a fault; all transfers were ended before. Nothing goes through this process any more.
+
+    A transfer that is opened or expected from now on fails at once, on the thread that asks for it.
+    """
+
     reason: str
 
 
@@ -170,6 +184,6 @@ class ReceiveClosed:
     transfer_id: TransferId
 
 
-LinkEvent = PeerUp | PeerDown | PeerRefused
+LinkEvent = PeerUp | PeerDown | PeerRefused | CorridorBroken
 SendEvent = LinkEvent | Granted | Acked | SendFailed | SendClosed
 ReceiveEvent = LinkEvent | Opened | Received | FinishedEarly | ReceiveFailed | ReceiveClosed

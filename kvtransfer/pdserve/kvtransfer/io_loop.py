@@ -1,26 +1,41 @@
 """The thread that a service's machines run on: it waits for frames, commands and deadlines, and never polls.
 
 Commands and received messages are handled before expired timers. When the loop itself was late, leases grow by as
-much.
+much. A loop that ends, by `stop` or by a fault, ends everything by name and takes no command any more.
 """
 
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InternalError
 from pdserve.kvtransfer.channel import MAX_BATCH, Channel, ChannelEvent
+from pdserve.kvtransfer.events import CORRIDOR_BROKEN, SHUTDOWN
+from pdserve.kvtransfer.fair_lock import FairLock
 
 _logger = logging.getLogger(__name__)
 
 Command = Callable[[float], None]
 """Something to do on the I/O thread; it is given the time."""
 START_TIMEOUT_S = 10.0
+WORK_PER_TURN = 8
+"""Pieces of work between two looks at what has arrived."""
 _LATE_S = 0.05
+
+
+class Submission(Enum):
+    """What became of a command."""
+
+    TAKEN = auto()
+    FULL = auto()
+    """As many commands wait as the caller accepts."""
+    ENDED = auto()
+    """The loop is over; `ended_by` says why."""
 
 
 class Machinery(Protocol):
@@ -39,7 +54,7 @@ class Machinery(Protocol):
         ...
 
     def work(self, now_s: float) -> bool:
-        """Do some of what is possible now; True if more is."""
+        """Do one piece of what is possible now; False if there was none."""
         ...
 
     def expire(self, now_s: float) -> None:
@@ -54,8 +69,16 @@ class Machinery(Protocol):
         """The loop was late."""
         ...
 
-    def end(self, now_s: float) -> None:
-        """End everything by name; `carry_out` follows, then the channel closes."""
+    def publish(self) -> None:
+        """Show others how things stand."""
+        ...
+
+    def end(self, broken_by: str, now_s: float) -> None:
+        """End everything by name; `carry_out` follows, then the channel closes. `broken_by` is empty for an orderly end."""
+        ...
+
+    def drop_channel(self) -> None:
+        """The channel is of no use any more: from here on `carry_out` only tells events."""
         ...
 
 
@@ -68,20 +91,19 @@ class IoLoop:
         self._clock = clock
         self._channel: Channel | None = None
         self._commands: deque[Command] = deque()
+        self._door = threading.Lock()
+        """Held to add a command, and to end that: so none is added to a loop that will not run it."""
+        self.ended_by = ""
+        """Why no command is taken any more; empty while they are."""
         self._is_woken = False
         self._is_stopping = False
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self.lock = threading.RLock()
-        """Held while machines run; others take it to look at them."""
+        self.lock = FairLock()
+        """Held while machines run, for one event, command or piece of work at a time; others take it to look at them."""
         self.num_errors = 0
         """Exceptions that should not have happened; each is logged."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread lives."""
-        return self._thread.is_alive()
 
     def start(self) -> None:
         """Start the thread and wait until its channel is ready; raise what kept it from that."""
@@ -92,16 +114,19 @@ class IoLoop:
             self._thread.join()
             raise self._start_error
 
-    def submit(self, command: Command, bound: int | None = None) -> bool:
-        """Have `command` run on the I/O thread; False if `bound` commands wait already. Thread-safe, microseconds."""
-        if bound is not None and len(self._commands) >= bound:
-            return False
-        self._commands.append(command)
+    def submit(self, command: Command, bound: int | None = None) -> Submission:
+        """Have `command` run on the I/O thread, unless `bound` commands wait already. Thread-safe, microseconds."""
+        with self._door:
+            if self.ended_by:
+                return Submission.ENDED
+            if bound is not None and len(self._commands) >= bound:
+                return Submission.FULL
+            self._commands.append(command)
         channel = self._channel
         if not self._is_woken and channel is not None:
             self._is_woken = True
             channel.wake()
-        return True
+        return Submission.TAKEN
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread; return whether it ended in time."""
@@ -117,6 +142,7 @@ class IoLoop:
             channel = self._make_channel()
         except Exception as error:  # noqa: BLE001 - handed to the thread that called `start`
             self._start_error = error
+            self._close_door(CORRIDOR_BROKEN)
             self._started.set()
             return
         try:
@@ -124,17 +150,21 @@ class IoLoop:
             self._channel = channel
         except Exception as error:  # noqa: BLE001 - handed to the thread that called `start`
             self._start_error = error
+            self._close_door(CORRIDOR_BROKEN)
             channel.close()
             self._started.set()
             return
         self._started.set()
+        broken_by = "the I/O thread was ended"
         try:
             self._run(channel)
-        except Exception:
+            broken_by = ""
+        except Exception as error:
             self.num_errors += 1
+            broken_by = repr(error)
             _logger.exception("%s: the I/O loop broke; all transfers end", self._thread.name)
         finally:
-            self._finish(channel)
+            self._finish(channel, broken_by)
 
     def _run(self, channel: Channel) -> None:
         now_s = self._clock.now_s()
@@ -155,7 +185,9 @@ class IoLoop:
                 self._guard(partial(self._machinery.handle, event), now_s)
             if len(events) < MAX_BATCH:
                 self._guard(self._machinery.expire, now_s)
-            may_do_more = self._work(now_s) or len(events) == MAX_BATCH
+            may_do_more = self._work() or len(events) == MAX_BATCH
+            with self.lock:
+                self._machinery.publish()
 
     def _timeout_s(self, now_s: float, may_do_more: bool) -> float | None:
         if may_do_more or self._commands:
@@ -164,14 +196,19 @@ class IoLoop:
             due_s = self._machinery.next_due_s()
         return None if due_s is None else max(0.0, due_s - now_s)
 
-    def _work(self, now_s: float) -> bool:
-        may_do_more = False
+    def _work(self) -> bool:
+        """Work for one turn, letting others look in between; return whether more can be done."""
+        may_do_more = True
 
         def work(now_s: float) -> None:
             nonlocal may_do_more
+            may_do_more = False
             may_do_more = self._machinery.work(now_s)
 
-        self._guard(work, now_s)
+        for _ in range(WORK_PER_TURN):
+            self._guard(work, self._clock.now_s())
+            if not may_do_more:
+                break
         return may_do_more
 
     def _guard(self, act: Command, now_s: float) -> None:
@@ -184,9 +221,19 @@ class IoLoop:
                 self.num_errors += 1
                 _logger.exception("%s: an event could not be handled", self._thread.name)
 
-    def _finish(self, channel: Channel) -> None:
+    def _close_door(self, ended_by: str) -> None:
+        with self._door:
+            self.ended_by = ended_by
+
+    def _finish(self, channel: Channel, broken_by: str) -> None:
+        """Let nothing in any more, and end what is there: in words to the peers if the channel still carries them."""
+        self._close_door(CORRIDOR_BROKEN if broken_by else SHUTDOWN)
         now_s = self._clock.now_s()
         while self._commands:
             self._guard(self._commands.popleft(), now_s)
-        self._guard(self._machinery.end, now_s)
-        channel.close()
+        self._guard(partial(self._machinery.end, broken_by), now_s)
+        # A channel that carries nothing keeps no event from the node.
+        self._machinery.drop_channel()
+        self._guard(lambda _: None, now_s)
+        self._guard(lambda _: channel.close(), now_s)
+        self._machinery.publish()

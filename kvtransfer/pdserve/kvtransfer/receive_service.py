@@ -8,9 +8,10 @@ from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost
 from pdserve.kvtransfer.codec import decode, encode
-from pdserve.kvtransfer.events import KvSink, ReceiveEvent, TransferSpec
+from pdserve.kvtransfer.events import KvSink, ReceiveClosed, ReceiveEvent, ReceiveFailed, TransferSpec
+from pdserve.kvtransfer.herald import Herald
 from pdserve.kvtransfer.instructions import Emit, Place, Send
-from pdserve.kvtransfer.io_loop import IoLoop
+from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.receiver_table import ReceiverTable
 from pdserve.kvtransfer.settings import LinkSettings
 from pdserve.kvtransfer.wire import FrameError
@@ -48,7 +49,10 @@ class KvReceiveService:
         self._loop.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End all transfers as failed, and the thread; return whether it ended in time."""
+        """End all transfers as failed (`shutdown`), and the thread; return whether it ended in time.
+
+        What is expected after that fails at once.
+        """
         return self._loop.stop(timeout_s)
 
     @property
@@ -68,15 +72,27 @@ class KvReceiveService:
         self._loop.submit(partial(self._shell.table.set_peers, frozenset(incarnations)))
 
     def expect(self, spec: TransferSpec) -> None:
-        """A router submitted this transfer: only now can it come. `Opened` follows when the prefill node is near it."""
-        self._loop.submit(partial(self._shell.table.expect, spec))
+        """A router submitted this transfer: only now can it come. `Opened` follows when the prefill node is near it.
+
+        If the I/O thread is over, `ReceiveFailed` and `ReceiveClosed` come at once, on the calling thread.
+        """
+        if self._loop.submit(partial(self._shell.table.expect, spec)) is Submission.ENDED:
+            herald = self._shell.herald
+            herald.tell(
+                ReceiveFailed(spec.transfer_id, self._loop.ended_by, "the corridor of the decode node has ended")
+            )
+            herald.tell(ReceiveClosed(spec.transfer_id))
 
     def grant(self, transfer_id: TransferId, skip_tokens: int = 0) -> None:
         """Promise blocks, after `Opened`. From here to `ReceiveClosed` the sink may be called."""
         self._loop.submit(partial(self._shell.table.grant, transfer_id, skip_tokens))
 
     def refuse(self, transfer_id: TransferId, reason: str = "BUSY") -> None:
-        """Answer NACK: `reason` is the name of a `NackReason`, or any text. `ReceiveClosed` follows."""
+        """Answer NACK: `reason` is the name of a `NackReason`, or any text. `ReceiveClosed` follows.
+
+        The protocol's way to turn an OPEN down at once. The decode node of today lets it wait for blocks instead, until it is
+        granted or `grant_wait_s` makes it BUSY.
+        """
         self._loop.submit(partial(self._shell.table.refuse, transfer_id, reason))
 
     def cancel(self, transfer_id: TransferId, reason: str, busy: bool = False) -> None:
@@ -86,23 +102,20 @@ class KvReceiveService:
         """
         self._loop.submit(partial(self._shell.table.cancel, transfer_id, reason, busy=busy))
 
-    def peers_up(self) -> frozenset[Incarnation]:
-        """Return the prefill nodes with a completed handshake."""
-        with self._loop.lock:
-            return self._shell.table.peers_up()
-
     def gauges(self) -> dict[str, float]:
-        """Return gauges by name; all without `_total` go back to where they began."""
-        with self._loop.lock:
-            return self._shell.table.gauges() | {"kv_io_errors_total": self._loop.num_errors}
+        """Return gauges by name; all without `_total` go back to where they began.
+
+        Never waits. They are those of the last event, or of the end of the I/O thread's last turn if that is later.
+        """
+        return {**self._shell.herald.gauges, "kv_io_errors_total": self._loop.num_errors}
 
     def describe(self) -> list[dict[str, object]]:
-        """Return every machine's state, for people."""
+        """Return every machine's state, for people. May wait for one frame to be placed; not for use in `on_event`."""
         with self._loop.lock:
             return self._shell.table.describe(self._clock.now_s())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if bookkeeping contradicts itself."""
+        """Raise AssertionError if bookkeeping contradicts itself. Waits as `describe` does."""
         with self._loop.lock:
             self._shell.table.check_invariants()
 
@@ -121,12 +134,13 @@ class _ReceiveShell:
     ) -> None:
         self.table = ReceiverTable(settings)
         self.address = ""
+        self.herald = Herald(on_event, self.table.gauges)
         self._sink = sink
-        self._on_event = on_event
         self._host = host
         self._port = port
         self._clock = clock
         self._channel: Channel
+        self._is_channel_dropped = False
 
     def begin(self, channel: Channel) -> None:
         self._channel = channel
@@ -149,13 +163,15 @@ class _ReceiveShell:
     def carry_out(self, now_s: float) -> None:
         while (instruction := self.table.take()) is not None:
             match instruction:
+                case Emit(event):
+                    self.herald.announce(event)
+                case _ if self._is_channel_dropped:
+                    pass
                 case Send(route, message):
                     if not self._channel.send(route, encode(message)):
                         self.table.lost(route, "cannot send", now_s)
                 case Place():
                     self._place(instruction, now_s)
-                case Emit(event):
-                    self._tell(event)
 
     def work(self, now_s: float) -> bool:  # noqa: ARG002 - a receiver only answers
         return False
@@ -169,8 +185,14 @@ class _ReceiveShell:
     def extend_leases(self, late_s: float) -> None:
         self.table.extend_leases(late_s)
 
-    def end(self, now_s: float) -> None:
-        self.table.close(now_s)
+    def publish(self) -> None:
+        self.herald.publish()
+
+    def end(self, broken_by: str, now_s: float) -> None:
+        self.table.close(now_s, broken_by)
+
+    def drop_channel(self) -> None:
+        self._is_channel_dropped = True
 
     def _place(self, place: Place, now_s: float) -> None:
         begun_s = self._clock.now_s()
@@ -181,9 +203,3 @@ class _ReceiveShell:
             self.table.place_failed(place.transfer_id, repr(error), now_s)
         else:
             self.table.placed(place.transfer_id, self._clock.now_s() - begun_s)
-
-    def _tell(self, event: ReceiveEvent) -> None:
-        try:
-            self._on_event(event)
-        except Exception:
-            _logger.exception("the node's handler failed on %s", event)

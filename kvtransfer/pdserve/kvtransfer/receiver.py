@@ -217,6 +217,10 @@ class ReceiveTransfer:
         nack = Nack(self.spec.transfer_id, reason, detail)
         self._fail(T.FAULT, reason.label, detail, nack, now_s)
 
+    def stopped(self, reason: str, detail: str, now_s: float) -> None:
+        """This node's end of the corridor ends."""
+        self._fail(T.FAULT, reason, detail, Nack(self.spec.transfer_id, NackReason.SHUTDOWN, detail), now_s)
+
     def link_lost(self, reason: str, now_s: float) -> None:
         """The connection that it was opened on is lost."""
         self._fail(T.LINK_LOST, "peer_lost", reason, None, now_s)

@@ -5,7 +5,14 @@ from collections import deque
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.codec import MAX_BEAT_IDS
-from pdserve.kvtransfer.events import ReceiveClosed, ReceiveFailed, TransferSpec
+from pdserve.kvtransfer.events import (
+    CORRIDOR_BROKEN,
+    SHUTDOWN,
+    CorridorBroken,
+    ReceiveClosed,
+    ReceiveFailed,
+    TransferSpec,
+)
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.memory import ParkedOpen, ParkedOpens, Tombstones
 from pdserve.kvtransfer.messages import (
@@ -183,15 +190,18 @@ class ReceiverTable:
         for link in self._links.values():
             link.extend_lease(late_s)
 
-    def close(self, now_s: float) -> None:
-        """The node stops: end everything by name."""
+    def close(self, now_s: float, broken_by: str = "") -> None:
+        """The node stops, or its I/O thread is broken: end everything by name."""
+        reason, detail = (CORRIDOR_BROKEN, broken_by) if broken_by else (SHUTDOWN, "the decode node is stopping")
         for transfer in list(self._transfers.values()):
-            transfer.fault(NackReason.SHUTDOWN, "the decode node is stopping", now_s)
+            transfer.stopped(reason, detail, now_s)
             self._settle(transfer, now_s)
         for link in list(self._links.values()):
-            link.lost("shutdown", now_s)
+            link.lost(reason, now_s)
             self._forget(link)
         self._parked.clear()
+        if broken_by:
+            self._out.append(Emit(CorridorBroken(broken_by)))
 
     # --- views ---------------------------------------------------------------------------------------------------------
 
@@ -207,10 +217,6 @@ class ReceiverTable:
             "kv_bad_frames_total": self.num_bad_frames,
             "kv_wrong_peer_total": self.num_wrong_peer,
         }
-
-    def peers_up(self) -> frozenset[Incarnation]:
-        """Return the peers that transfers can come from now."""
-        return frozenset(link.peer for link in self._links.values() if link.is_up and link.peer is not None)
 
     def describe(self, now_s: float) -> list[dict[str, object]]:
         """Return every machine's state."""

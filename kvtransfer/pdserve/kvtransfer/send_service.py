@@ -10,9 +10,10 @@ from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
-from pdserve.kvtransfer.events import KvSource, SendEvent, TransferSpec
+from pdserve.kvtransfer.events import KvSource, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
+from pdserve.kvtransfer.herald import Herald
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
-from pdserve.kvtransfer.io_loop import IoLoop
+from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.messages import Hello
 from pdserve.kvtransfer.sender_link import SenderLink
 from pdserve.kvtransfer.sender_table import DataPlan, SenderTable
@@ -22,9 +23,6 @@ from pdserve.kvtransfer.wire import FrameError, checksum
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 _logger = logging.getLogger(__name__)
-
-FRAMES_PER_TURN = 8
-"""DATA frames between two looks at what has arrived."""
 
 
 class KvSendService:
@@ -54,7 +52,10 @@ class KvSendService:
         self._loop.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End all transfers as failed (`shutdown`), and the thread; return whether it ended in time."""
+        """End all transfers as failed (`shutdown`), and the thread; return whether it ended in time.
+
+        What is opened after that fails at once.
+        """
         return self._loop.stop(timeout_s)
 
     def set_peers(self, peers: Mapping[Incarnation, str]) -> None:
@@ -65,8 +66,14 @@ class KvSendService:
         self._loop.submit(partial(self._shell.table.set_peers, dict(peers)))
 
     def open(self, spec: TransferSpec) -> None:
-        """Announce a transfer. `Granted` or `SendFailed` follows within the deadlines of the settings."""
-        self._loop.submit(partial(self._shell.table.open, spec))
+        """Announce a transfer. `Granted` or `SendFailed` follows within the deadlines of the settings.
+
+        If the I/O thread is over, `SendFailed` and `SendClosed` come at once, on the calling thread.
+        """
+        if self._loop.submit(partial(self._shell.table.open, spec)) is Submission.ENDED:
+            herald = self._shell.herald
+            herald.tell(SendFailed(spec.transfer_id, self._loop.ended_by, "the corridor of the prefill node has ended"))
+            herald.tell(SendClosed(spec.transfer_id, TransferStats()))
 
     def mark_ready(self, transfer_id: TransferId, layers: range, tokens: range) -> None:
         """Say that a range is computed; call it from the engine's thread, inside a forward.
@@ -74,7 +81,8 @@ class KvSendService:
         Ranges of one transfer must not overlap. If too many marks wait, the transfer fails (`mark_overflow`).
         """
         mark = partial(self._shell.table.mark_ready, transfer_id, layers, tokens)
-        if self._loop.submit(mark, bound=self._settings.max_waiting_marks) or transfer_id in self._overflowed:
+        submission = self._loop.submit(mark, bound=self._settings.max_waiting_marks)
+        if submission is not Submission.FULL or transfer_id in self._overflowed:
             return
         self._overflowed.add(transfer_id)
         self._loop.submit(partial(self._fail_overflowed, transfer_id))
@@ -96,26 +104,20 @@ class KvSendService:
             raise ValueError("an abort is either finished or busy")
         self._loop.submit(partial(self._shell.table.abort, transfer_id, reason, finished, busy=busy))
 
-    def peers_up(self) -> frozenset[Incarnation]:
-        """Return the decode nodes with a completed handshake."""
-        with self._loop.lock:
-            return self._shell.table.peers_up()
-
     def gauges(self) -> dict[str, float]:
-        """Return gauges by name; all without `_total` go back to where they began."""
-        with self._loop.lock:
-            return self._shell.table.gauges() | {
-                "kv_staging_bytes": self._shell.staging.leased_bytes,
-                "kv_io_errors_total": self._loop.num_errors,
-            }
+        """Return gauges by name; all without `_total` go back to where they began.
+
+        Never waits. They are those of the last event, or of the end of the I/O thread's last turn if that is later.
+        """
+        return {**self._shell.herald.gauges, "kv_io_errors_total": self._loop.num_errors}
 
     def describe(self) -> list[dict[str, object]]:
-        """Return every machine's state, for people."""
+        """Return every machine's state, for people. May wait for one frame to be packed; not for use in `on_event`."""
         with self._loop.lock:
             return self._shell.table.describe(self._clock.now_s())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if bookkeeping contradicts itself."""
+        """Raise AssertionError if bookkeeping contradicts itself. Waits as `describe` does."""
         with self._loop.lock:
             self._shell.table.check_invariants()
             assert self._shell.staging.leased_bytes <= self._settings.staging_bytes, "too much staging"
@@ -133,10 +135,11 @@ class _SendShell:
     ) -> None:
         self.table = SenderTable(settings)
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
+        self.herald = Herald(on_event, self._measure)
         self._source = source
-        self._on_event = on_event
         self._clock = clock
         self._channel: Channel
+        self._is_channel_dropped = False
 
     def begin(self, channel: Channel) -> None:
         self._channel = channel
@@ -158,23 +161,22 @@ class _SendShell:
     def carry_out(self, now_s: float) -> None:
         while (instruction := self.table.take()) is not None:
             match instruction:
+                case Emit(event):
+                    self.herald.announce(event)
+                case _ if self._is_channel_dropped:
+                    pass
                 case Dial(peer, address):
                     self.table.dialled(peer, self._channel.connect(address))
                 case HangUp(route):
                     self._channel.disconnect(route)
                 case Send():
                     self._send(instruction, now_s)
-                case Emit(event):
-                    self._tell(event)
 
     def work(self, now_s: float) -> bool:
-        for _ in range(FRAMES_PER_TURN):
-            plan = self.table.next_data(self.staging.has_room, now_s)
-            if plan is None:
-                return False
+        plan = self.table.next_data(self.staging.has_room, now_s)
+        if plan is not None:
             self._send_data(plan, now_s)
-            self.carry_out(now_s)
-        return True
+        return plan is not None
 
     def expire(self, now_s: float) -> None:
         self.table.expire(now_s)
@@ -185,8 +187,17 @@ class _SendShell:
     def extend_leases(self, late_s: float) -> None:
         self.table.extend_leases(late_s)
 
-    def end(self, now_s: float) -> None:
-        self.table.close(now_s)
+    def publish(self) -> None:
+        self.herald.publish()
+
+    def end(self, broken_by: str, now_s: float) -> None:
+        self.table.close(now_s, broken_by)
+
+    def drop_channel(self) -> None:
+        self._is_channel_dropped = True
+
+    def _measure(self) -> dict[str, float]:
+        return self.table.gauges() | {"kv_staging_bytes": self.staging.leased_bytes}
 
     def _send(self, instruction: Send, now_s: float) -> None:
         try:
@@ -227,12 +238,6 @@ class _SendShell:
     def _released(self, slab: Slab, link: SenderLink, route: Route) -> None:
         slab.release()
         self.table.data_released(link, route)
-
-    def _tell(self, event: SendEvent) -> None:
-        try:
-            self._on_event(event)
-        except Exception:
-            _logger.exception("the node's handler failed on %s", event)
 
 
 def _check_hello(settings: LinkSettings) -> None:

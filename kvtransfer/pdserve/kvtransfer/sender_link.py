@@ -198,14 +198,14 @@ class SenderLink:
             if was_up:
                 self._out.append(Emit(PeerDown(self.peer, reason)))
 
-    def drop(self, now_s: float) -> None:
+    def drop(self, reason: str, now_s: float) -> None:
         """The router does not list the peer any more, or the node stops."""
         was_up = self.is_up
         if self.life.advance(T.DROP, now_s):
             self._hang_up()
             self._due_s = float("inf")
             if was_up:
-                self._out.append(Emit(PeerDown(self.peer, "dropped")))
+                self._out.append(Emit(PeerDown(self.peer, reason)))
 
     def describe(self, now_s: float) -> dict[str, object]:
         """Return its state for people."""

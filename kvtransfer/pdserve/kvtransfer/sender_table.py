@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.channel import Route
-from pdserve.kvtransfer.events import TransferSpec
+from pdserve.kvtransfer.events import CORRIDOR_BROKEN, SHUTDOWN, CorridorBroken, TransferSpec
 from pdserve.kvtransfer.framing import FrameRange
-from pdserve.kvtransfer.instructions import HangUp
+from pdserve.kvtransfer.instructions import Emit, HangUp
 from pdserve.kvtransfer.messages import (
     Abort,
     Ack,
@@ -198,13 +198,16 @@ class SenderTable:
         for link in self._links.values():
             link.extend_lease(late_s)
 
-    def close(self, now_s: float) -> None:
-        """The node stops: end everything by name."""
+    def close(self, now_s: float, broken_by: str = "") -> None:
+        """The node stops, or its I/O thread is broken: end everything by name."""
+        reason, detail = (CORRIDOR_BROKEN, broken_by) if broken_by else (SHUTDOWN, "the prefill node is stopping")
         for transfer in list(self._transfers.values()):
-            transfer.fault("shutdown", "the prefill node is stopping", now_s)
+            transfer.fault(reason, detail, now_s)
             self._settle(transfer, now_s)
         for link in list(self._links.values()):
-            self._remove(link, "shutdown", now_s)
+            self._remove(link, reason, now_s)
+        if broken_by:
+            self._out.append(Emit(CorridorBroken(broken_by)))
 
     # --- data ----------------------------------------------------------------------------------------------------------
 
@@ -257,10 +260,6 @@ class SenderTable:
             "kv_late_total": self.num_late,
             "kv_bad_frames_total": self.num_bad_frames,
         }
-
-    def peers_up(self) -> frozenset[Incarnation]:
-        """Return the peers that transfers can go to now."""
-        return frozenset(peer for peer, link in self._links.items() if link.is_up and not link.is_retiring)
 
     def describe(self, now_s: float) -> list[dict[str, object]]:
         """Return every machine's state."""
@@ -386,7 +385,7 @@ class SenderTable:
             del self._links[link.peer]
         if link.route is not None:
             self._by_route.pop(link.route, None)
-        link.drop(now_s)
+        link.drop(reason, now_s)
         for transfer in self._on(link):
             if transfer.life.state is not SendState.WAITING:
                 transfer.link_lost(reason, now_s)
