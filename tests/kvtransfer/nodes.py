@@ -239,5 +239,15 @@ class Pair:
             assert {name: value for name, value in gauges.items() if value and not name.endswith("_total")} == {}
 
 
+def check_a_transfer_works(pair: Pair) -> None:
+    """One transfer from submit to adoption."""
+    transfer_id = pair.open()
+    pair.send_all(transfer_id)
+    pair.closed(transfer_id)
+    assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
+    assert pair.received.kinds(transfer_id) == ["Opened", "Received", "ReceiveClosed"]
+    pair.sink.check(transfer_id, 20)
+
+
 SendLog = list[SendEvent]
 ReceiveLog = list[ReceiveEvent]
