@@ -18,9 +18,7 @@ from pdserve.kvtransfer import (
     Opened,
     PeerUp,
     ReceiveClosed,
-    ReceiveEvent,
     SendClosed,
-    SendEvent,
     TransferSpec,
 )
 from pdserve.kvtransfer.channel import Channel
@@ -247,7 +245,3 @@ def check_a_transfer_works(pair: Pair) -> None:
     assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
     assert pair.received.kinds(transfer_id) == ["Opened", "Received", "ReceiveClosed"]
     pair.sink.check(transfer_id, 20)
-
-
-SendLog = list[SendEvent]
-ReceiveLog = list[ReceiveEvent]
