@@ -179,22 +179,20 @@ async def test_a_doubt_ends_when_the_node_speaks(tmp_path: Path) -> None:
     """A node whose KV link alone broke is used again: requests wait meanwhile, and none is refused."""
     async with start_stage(tmp_path) as stage:
         await stage.until("ready", 2)
-        calls = [ask(stage, 1), ask(stage)]
-        for _ in range(2):
+        calls = [ask(stage)]
+        first, _ = await submits(stage)
+        stage.decode[0].released(first, node_pb2.LEG_OUTCOME_FAILED, "peer_lost")
+        stage.prefill[0].released(await stage.prefill[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
+        calls.append(ask(stage, 1))
+        for _ in calls:
             submit = await stage.prefill[0].next_of("submit")
+            stage.prefill[0].first_token(submit, IDS[0])
+            stage.prefill[0].released(submit)
             if submit.decode_incarnation:
-                stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_FAILED, "peer_lost")
-                stage.prefill[0].released(submit, node_pb2.LEG_OUTCOME_CANCELLED)
-            else:
-                stage.prefill[0].first_token(submit, IDS[0])
-                stage.prefill[0].released(submit)
-        again = await stage.prefill[0].next_of("submit")
-        assert again.attempt == 2
-        stage.prefill[0].first_token(again, IDS[0])
-        stage.decode[0].adopted(again)
-        stage.decode[0].tokens(again, 1, IDS[1:4], is_last=True)
-        for node in (stage.prefill[0], stage.decode[0]):
-            node.released(again)
+                assert submit.attempt == 2
+                stage.decode[0].adopted(submit)
+                stage.decode[0].tokens(submit, 1, IDS[1:4], is_last=True)
+                stage.decode[0].released(submit)
         for call in calls:
             await collect(call)
         await stage.leak_oracle()
@@ -208,6 +206,7 @@ async def test_a_stuck_node_loses_its_legs_and_gets_no_work_until_it_goes_on(tmp
         stuck = next(node for node in stage.decode if node.incarnation == first.decode_incarnation)
         other = next(node for node in stage.decode if node is not stuck)
         stage.prefill[0].first_token(first, IDS[0])
+        await until(lambda: stage.gauges()["sessions.handing_over"] == 1)
         before = stuck.num_streams
         stuck.step_age_s = STEP_LIMIT_S + 1.0
         second = await stage.prefill[0].next_of("submit")

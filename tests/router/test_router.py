@@ -163,6 +163,7 @@ async def test_a_failed_answer_ends_with_the_error_alone(tmp_path: Path, stream:
         stage.prefill[0].first_token(submit, IDS[0])
         if stream:
             assert isinstance(await call.read(), inference_pb2.GenerateResponse)
+        await until(lambda: stage.gauges()["sessions.handing_over"] == 1)
         stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_FAILED)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()

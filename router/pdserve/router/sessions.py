@@ -109,7 +109,7 @@ class Sessions:
         self._next_id = 1
         self._is_pumping = False
         self._is_pump_due = False
-        self._num_ended: Counter[str] = Counter()
+        self._num_ended: Counter[SessionState] = Counter()
         self.num_stray_events = 0
         self.num_abandoned_legs = 0
         self.on_idle: Callable[[], None] = _nobody_waits
@@ -212,9 +212,9 @@ class Sessions:
             "waiting": float(len(self._line)),
             "legs_open": float(sum(entry.session.num_open_legs for entry in self._open.values())),
             "mailbox_bytes": float(sum(entry.mailbox.num_bytes for entry in self._open.values())),
-            "served_total": float(self._num_ended["served"]),
-            "failed_total": float(self._num_ended["failed"]),
-            "cancelled_total": float(self._num_ended["cancelled"]),
+            "served_total": float(self._num_ended[SessionState.FINISHED]),
+            "failed_total": float(self._num_ended[SessionState.FAILED]),
+            "cancelled_total": float(self._num_ended[SessionState.CANCELLED]),
             "refused_total": float(self._admission.num_refused),
             "stray_events_total": float(
                 self.num_stray_events + sum(entry.session.num_stray_events for entry in self._open.values())
@@ -386,8 +386,8 @@ class Sessions:
         if entry.is_ended:
             return
         entry.is_ended = True
-        ends = {SessionState.FINISHED: "served", SessionState.CANCELLED: "cancelled"}
-        self._num_ended["failed" if entry.error else ends.get(entry.session.state, "failed")] += 1
+        is_fault = entry.error is not None or not entry.session.life.is_terminal
+        self._num_ended[SessionState.FAILED if is_fault else entry.session.state] += 1
         entry.journal.ended(entry.error)
 
     def _slow_reader(self) -> PdserveError:
