@@ -72,15 +72,16 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled = asyncio.Event()
 
-    async def Generate(
+    async def Generate(  # type: ignore[override] # a coroutine that writes; the stubs know generators only
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
+        """Answer as told. No generator: one that is cancelled at `yield` learns of it only when it is collected."""
         self.requests.append(request)
-        for message in self.answer:
-            yield message
-        if self.error is not None:
-            await abort_with(context, self.error)
         try:
+            for message in self.answer:
+                await context.write(message)
+            if self.error is not None:
+                await abort_with(context, self.error)
             if self.hangs:
                 await asyncio.Event().wait()
         except asyncio.CancelledError:

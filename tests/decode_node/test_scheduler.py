@@ -41,7 +41,7 @@ def adopt(target: DecodeScheduler, number: int, **of_work: int) -> list[Instruct
     told = target.submit(work(number, **of_work), 0.0)  # type: ignore[arg-type] # all are numbers here
     told += target.opened(transfer(number), 0.0)
     first = SampledToken(of_work.get("output", 0), 50, -0.5)
-    told += target.received(transfer(number), (first,), 0.01, 0.5)
+    told += target.received(transfer(number), (first,), 0.0, 0.01, 0.5)
     return told + target.transfer_closed(transfer(number), 0.5)
 
 
@@ -92,7 +92,7 @@ def test_eos_and_stop_ids_end_a_sequence(token_id: int, reason: FinishReason) ->
     target = scheduler()
     target.submit(work(1, max_tokens=40, stop_token_ids=frozenset({9})), 0.0)
     target.opened(transfer(1), 0.0)
-    target.received(transfer(1), (FIRST,), 0.0, 0.5)
+    target.received(transfer(1), (FIRST,), 0.0, 0.0, 0.5)
     target.transfer_closed(transfer(1), 0.5)
     _, told = step(target, token_id)
     assert told[0] == ReportToken(leg(1), SampledToken(1, token_id, -0.1, reason))
@@ -190,6 +190,20 @@ def test_one_eviction_at_a_time() -> None:
         target.opened(transfer(number), 0.0)
     told = [item for _ in range(4) for item in step(target)[1]]
     assert [item.leg for item in told if isinstance(item, ReportEnd)] == [leg(3)], "its blocks are on their way"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_what_is_nobodys_failure_is_told_as_such(busy: bool) -> None:
+    """Failure counting: a decode pool that is full, evicts or drains must not use up a request's attempts."""
+    target = scheduler()
+    for number in (1, 2):
+        target.submit(work(number), 0.0)
+        target.opened(transfer(number), 0.0)
+    [end, _] = target.transfer_failed(transfer(1), "no_grant", "", busy=busy, now_s=1.0)
+    assert isinstance(end, ReportEnd)
+    assert end.outcome is (LegOutcome.BUSY if busy else LegOutcome.FAILED)
+    outcome = LegOutcome.DRAINED if busy else LegOutcome.CANCELLED
+    assert target.cancel(leg(2), outcome, "why", 1.0)[1] == CancelTransfer(transfer(2), "why", busy)
 
 
 def test_cancel_during_a_step_frees_blocks_only_after_it() -> None:
@@ -291,10 +305,10 @@ def test_any_order_of_events_keeps_the_books(  # long: one world of events, read
             if event == "open":
                 take(target.opened(transfer(number), 1.0))
             elif event == "receive" and number in granted:
-                take(target.received(transfer(number), (FIRST,), 0.0, 1.0))
+                take(target.received(transfer(number), (FIRST,), 0.0, 0.0, 1.0))
                 close(number)
             elif event == "fail":
-                take(target.transfer_failed(transfer(number), "nack", "", 1.0))
+                take(target.transfer_failed(transfer(number), "nack", "", busy=False, now_s=1.0))
                 close(number)
             elif event == "early":
                 take(target.finished_early(transfer(number), 1.0))

@@ -71,7 +71,7 @@ def test_the_walk_of_a_prompt() -> None:
     chunks, instructions = step(target)
     assert chunks == [(1, range(5, 8))]
     assert kinds(instructions) == [ReportFirstToken, CommitTransfer]
-    assert kinds(target.acked(transfer(1), 0.01, 2.0)) == [ReportEnd]
+    assert kinds(target.acked(transfer(1), 0.01, 0.0, 2.0)) == [ReportEnd]
     target.check_invariants()
     [release] = target.transfer_closed(transfer(1), 4096, 3, 0.02, 2.1)
     assert isinstance(release, ReportRelease)
@@ -258,7 +258,7 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], bloc
             take(
                 {
                     "grant": lambda n: target.granted(transfer(n), 1.0),
-                    "ack": lambda n: target.acked(transfer(n), 0.0, 1.0),
+                    "ack": lambda n: target.acked(transfer(n), 0.0, 0.0, 1.0),
                     "fail": lambda n: target.transfer_failed(transfer(n), "nack", "", busy=False, now_s=1.0),
                     "close": lambda n: target.transfer_closed(transfer(n), 0, 0, 0.0, 1.0),
                 }.get(event, lambda _: [])(number)

@@ -75,6 +75,12 @@ def test_a_pair_that_has_shaken_hands_comes_first() -> None:
     assert placed(query(), knows_d2, D1, replace(D2, num_running=3)) == ("P1", "D2")
 
 
+def test_a_saturated_pair_with_a_link_is_waited_for_rather_than_one_without() -> None:
+    """A pair without a link would only wait for a handshake that may never come, and count as a failure."""
+    knows_d2 = replace(P1, connected_peers=frozenset({D2.incarnation}))
+    assert place(query(), [knows_d2, D1, replace(D2, num_waiting=4)], POLICY) == Busy()
+
+
 def test_a_resume_goes_back_to_the_node_that_holds_its_kv() -> None:
     assert placed(query(prefer=D1.incarnation), P1, replace(D1, num_running=3), D2) == ("P1", "D1")
     assert placed(query(prefer=D1.incarnation), P1, D2) == ("P1", "D2")

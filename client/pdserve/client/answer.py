@@ -69,6 +69,7 @@ class Overlapped:
     pack_s: float
     reserve_wait_s: float
     place_s: float
+    stalled_s: float
     nodes: tuple[tuple[str, float], ...] = ()
 
 

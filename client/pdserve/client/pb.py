@@ -102,6 +102,7 @@ def timeline_from_pb(message: timeline_pb2.Timeline) -> Timeline:
             pack_s=overlapped.pack_s,
             reserve_wait_s=overlapped.reserve_wait_s,
             place_s=overlapped.place_s,
+            stalled_s=overlapped.stalled_s,
             nodes=tuple((node.name, node.duration_s) for node in overlapped.nodes),
         ),
         attempts=message.attempts,

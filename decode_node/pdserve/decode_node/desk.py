@@ -110,8 +110,8 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
                 self._bound.bind(transfer_id, lease)
                 self._corridor.grant(transfer_id, skip_tokens)
                 self._legs.granted(leg, skip_tokens)
-            case CancelTransfer(transfer_id, reason):
-                self._corridor.cancel(transfer_id, reason)
+            case CancelTransfer(transfer_id, reason, is_busy):
+                self._corridor.cancel(transfer_id, reason, is_busy)
             case ReportAdopted(leg, tokens, durations_s):
                 self._legs.adopted(leg, tokens, durations_s)
             case ReportToken(leg, token):
@@ -140,11 +140,13 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             case kv.Opened(transfer_id):
                 self._do(scheduler.opened(transfer_id, now_s))
             case kv.Received(transfer_id, tokens, _, stats):
-                self._do(scheduler.received(transfer_id, tokens, stats.place_s, now_s))
+                self._do(scheduler.received(transfer_id, tokens, stats.grant_wait_s, stats.place_s, now_s))
             case kv.FinishedEarly(transfer_id):
                 self._do(scheduler.finished_early(transfer_id, now_s))
-            case kv.ReceiveFailed(transfer_id, reason, detail):
-                self._do(scheduler.transfer_failed(transfer_id, reason, detail, now_s))
+            case kv.ReceiveFailed(transfer_id, reason, detail, busy):
+                self._do(scheduler.transfer_failed(transfer_id, reason, detail, busy=busy, now_s=now_s))
             case kv.ReceiveClosed(transfer_id):
                 self._bound.unbind(transfer_id)
                 self._do(scheduler.transfer_closed(transfer_id, now_s))
+            case kv.CorridorBroken(reason):
+                self._break(reason)

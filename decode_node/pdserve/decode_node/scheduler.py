@@ -37,10 +37,11 @@ class GrantTransfer:
 
 @dataclass(frozen=True, slots=True)
 class CancelTransfer:
-    """Give a transfer up; the corridor answers with its last event."""
+    """Give a transfer up, `is_busy` if that is nobody's failure; the corridor answers with its last event."""
 
     transfer_id: TransferId
     reason: str
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,12 @@ class DecodeScheduler:
         return self.grant_waiting(now_s)
 
     def received(
-        self, transfer_id: TransferId, tokens: tuple[SampledToken, ...], place_s: float, now_s: float
+        self,
+        transfer_id: TransferId,
+        tokens: tuple[SampledToken, ...],
+        grant_wait_s: float,
+        place_s: float,
+        now_s: float,
     ) -> list[Instruction]:
         """All KV is verified and placed: adopt the sequence."""
         sequence = self._by_transfer.get(transfer_id)
@@ -126,7 +132,7 @@ class DecodeScheduler:
         work = sequence.work
         first = tokens[0]
         sequence.last_token, sequence.num_cached, sequence.adopted_s = first, work.context_len, now_s
-        sequence.durations_s["decode.place"] = place_s
+        sequence.durations_s |= {"decode.reserve_wait": grant_wait_s, "decode.place": place_s}
         adopted = ReportAdopted(work.leg, tokens, dict(sequence.durations_s))
         reason = work.finish_reason(first.token_id, first.index, self._eos)
         if reason is None:
@@ -141,12 +147,14 @@ class DecodeScheduler:
             return []
         return self._end(sequence, LegOutcome.FINISHED, "finished_at_first_token", "", now_s)
 
-    def transfer_failed(self, transfer_id: TransferId, reason: str, detail: str, now_s: float) -> list[Instruction]:
+    def transfer_failed(
+        self, transfer_id: TransferId, reason: str, detail: str, *, busy: bool, now_s: float
+    ) -> list[Instruction]:
         """The corridor gave the transfer up."""
         sequence = self._by_transfer.get(transfer_id)
         if sequence is None:
             return []
-        return self._end(sequence, LegOutcome.FAILED, reason, detail, now_s)
+        return self._end(sequence, LegOutcome.BUSY if busy else LegOutcome.FAILED, reason, detail, now_s)
 
     def transfer_closed(self, transfer_id: TransferId, now_s: float) -> list[Instruction]:
         """The corridor will not touch the blocks again. The last event of every expected transfer."""
@@ -179,7 +187,6 @@ class DecodeScheduler:
                     break
                 continue
             sequence.life.advance(SequenceEvent.GRANT, now_s)
-            sequence.durations_s["decode.reserve_wait"] = now_s - sequence.submitted_s
             assert sequence.lease is not None
             assert sequence.work.transfer_id is not None
             instructions.append(GrantTransfer(sequence.work.leg, sequence.work.transfer_id, sequence.lease))
@@ -338,7 +345,8 @@ class DecodeScheduler:
         sequence.is_held = sequence.is_stalled = False
         instructions: list[Instruction] = [ReportEnd(sequence.work.leg, outcome, reason, detail)]
         if sequence.transfer_open and sequence.work.transfer_id is not None:
-            instructions.append(CancelTransfer(sequence.work.transfer_id, reason))
+            is_busy = outcome in (LegOutcome.EVICTED, LegOutcome.DRAINED)
+            instructions.append(CancelTransfer(sequence.work.transfer_id, reason, is_busy))
         return instructions + self._let_go(sequence, now_s)
 
     def _let_go(self, sequence: Sequence, now_s: float) -> list[Instruction]:

@@ -173,6 +173,11 @@ class EngineDesk(ABC, Generic[P, I]):
             case ReportRelease():
                 self._legs.release(report.leg, report.durations_s, report.kv_bytes, report.kv_frames)
 
+    def _break(self, reason: str) -> None:
+        """The corridor's thread is gone: let the process end, and be started again."""
+        if not self._broken.done():
+            self._broken.set_result(f"the KV corridor broke: {reason}")
+
     def _on_peer(self, event: PeerUp | PeerDown | PeerRefused) -> None:
         if isinstance(event, PeerUp):
             self._connected.add(event.incarnation)

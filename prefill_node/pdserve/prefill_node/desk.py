@@ -104,8 +104,8 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
                 self._bound.bind(transfer_id, lease)
             case CommitTransfer(transfer_id, tokens, durations_s):
                 self._corridor.commit(transfer_id, tokens, durations_s)
-            case AbortTransfer(transfer_id, reason, finished):
-                self._corridor.abort(transfer_id, reason, finished)
+            case AbortTransfer(transfer_id, reason, finished, is_busy):
+                self._corridor.abort(transfer_id, reason, finished, is_busy)
             case ReportFirstToken(leg, tokens, durations_s):
                 self._legs.first_token(leg, tokens, 0, durations_s)
             case ReportEnd() | ReportRelease():
@@ -133,10 +133,12 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
             case kv.Granted(transfer_id, _):
                 self._do(scheduler.granted(transfer_id, now_s))
             case kv.Acked(transfer_id, stats):
-                self._do(scheduler.acked(transfer_id, stats.exposed_s, now_s))
+                self._do(scheduler.acked(transfer_id, stats.exposed_s, stats.stalled_s, now_s))
             case kv.SendFailed(transfer_id, reason, detail, busy):
                 self._do(scheduler.transfer_failed(transfer_id, reason, detail, busy=busy, now_s=now_s))
             case kv.SendClosed(transfer_id, stats):
                 self._bound.unbind(transfer_id)
                 sent = (stats.kv_bytes, stats.num_frames, stats.pack_s)
                 self._do(scheduler.transfer_closed(transfer_id, *sent, now_s))
+            case kv.CorridorBroken(reason):
+                self._break(reason)

@@ -44,11 +44,12 @@ class CommitTransfer:
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer:
-    """Give a transfer up; `finished` if the sequence ended at its first token."""
+    """Give a transfer up; `finished` if the sequence ended at its first token, `is_busy` if that is nobody's failure."""
 
     transfer_id: TransferId
     reason: str
     finished: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,13 @@ class PrefillScheduler:
             job.life.advance(JobEvent.GRANT, now_s)
         return []
 
-    def acked(self, transfer_id: TransferId, exposed_s: float, now_s: float) -> list[Instruction]:
-        """The decode node holds everything."""
+    def acked(self, transfer_id: TransferId, exposed_s: float, stalled_s: float, now_s: float) -> list[Instruction]:
+        """The decode node holds everything. `stalled_s`: data was ready, but window, socket or staging was not."""
         job = self._by_transfer.get(transfer_id)
         if job is None:
             return []
         job.durations_s["prefill.exposed_transfer"] = exposed_s
+        job.durations_s["prefill.stalled"] = stalled_s
         return self._end(job, LegOutcome.FINISHED, "handed_over", "", now_s)
 
     def transfer_failed(
@@ -321,7 +323,8 @@ class PrefillScheduler:
         instructions: list[Instruction] = [ReportEnd(job.work.leg, outcome, reason, detail)]
         unfinished = outcome is not LegOutcome.FINISHED
         if job.transfer_open and abort and unfinished and job.work.transfer_id is not None:
-            instructions.append(AbortTransfer(job.work.transfer_id, reason))
+            is_busy = outcome is LegOutcome.DRAINED
+            instructions.append(AbortTransfer(job.work.transfer_id, reason, is_busy=is_busy))
         return instructions + self._let_go(job, now_s)
 
     def _let_go(self, job: Job, now_s: float) -> list[Instruction]:

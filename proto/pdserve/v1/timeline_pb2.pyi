@@ -155,6 +155,7 @@ class Overlapped(_message.Message):
     RESERVE_WAIT_S_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     PLACE_S_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
     exposed_transfer_s: _builtins.float
     """First token sampled to ACK, on the prefill node's clock, seconds: transfer that compute did not hide."""
     kv_bytes: _builtins.int
@@ -164,9 +165,11 @@ class Overlapped(_message.Message):
     pack_s: _builtins.float
     """Time spent packing on the prefill node, seconds."""
     reserve_wait_s: _builtins.float
-    """Time from the decode submit to the grant, on the decode node's clock, seconds."""
+    """From the prefill node's asking for blocks to the grant, on the decode node's clock, seconds."""
     place_s: _builtins.float
     """Time spent checking and placing KV on the decode node, seconds; most of it while the prompt is still computed."""
+    stalled_s: _builtins.float
+    """Time in which KV was ready and window, socket or staging had no room for it, on the prefill node's clock, seconds."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeDuration]:
         """Node durations that are larger than their stage: the work began before the router heard of it. Moved here whole, never
@@ -183,10 +186,11 @@ class Overlapped(_message.Message):
         reserve_wait_s: _builtins.float = ...,
         nodes: _abc.Iterable[Global___NodeDuration] | None = ...,
         place_s: _builtins.float = ...,
+        stalled_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "nodes", b"nodes", "pack_s", b"pack_s", "place_s", b"place_s", "reserve_wait_s", b"reserve_wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_transfer_s", b"exposed_transfer_s", "kv_bytes", b"kv_bytes", "kv_frames", b"kv_frames", "nodes", b"nodes", "pack_s", b"pack_s", "place_s", b"place_s", "reserve_wait_s", b"reserve_wait_s", "stalled_s", b"stalled_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,7 +210,7 @@ class Stall(_message.Message):
     cause: _builtins.str
     """Why, e.g. "decode_lost", "evicted"."""
     duration_s: _builtins.float
-    """From the moment the router knew to the next attempt's first token, seconds."""
+    """From the moment the router knew to the next attempt's first token or its own end, seconds."""
     def __init__(
         self,
         *,

@@ -228,6 +228,7 @@ def _timeline_to_pb(timeline: Timeline) -> timeline_pb2.Timeline:
             pack_s=beside.pack_s,
             reserve_wait_s=beside.reserve_wait_s,
             place_s=beside.place_s,
+            stalled_s=beside.stalled_s,
             nodes=_nodes_to_pb(beside.nodes),
         ),
         attempts=timeline.attempts,

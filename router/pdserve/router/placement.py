@@ -49,7 +49,7 @@ class PlacementPolicy(Protocol):
 class LeastLoaded:
     """The prefill node with the fewest waiting prompt tokens, the decode node with room and the fewest sequences.
 
-    Pairs whose KV handshake is done come first; a node that probably holds the sequence's KV comes before all others.
+    Pairs without a KV link are taken only while no pair has one; a node that probably holds the sequence's KV comes first.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_PER_NODE) -> None:
@@ -57,29 +57,35 @@ class LeastLoaded:
 
     def choose(self, query: PlacementQuery, pairs: Sequence[tuple[NodeLoad, NodeLoad | None]]) -> int | None:
         """Return the index of the best pair that is not saturated, or None."""
+        has_link = any(not _is_apart(prefill, decode) for prefill, decode in pairs)
         open_pairs = [
             (self._cost(query, prefill, decode), index)
             for index, (prefill, decode) in enumerate(pairs)
-            if prefill.num_waiting < self._max_waiting and (decode is None or decode.num_waiting < self._max_waiting)
+            if not (has_link and _is_apart(prefill, decode))
+            and prefill.num_waiting < self._max_waiting
+            and (decode is None or decode.num_waiting < self._max_waiting)
         ]
         return min(open_pairs)[1] if open_pairs else None
 
     def _cost(self, query: PlacementQuery, prefill: NodeLoad, decode: NodeLoad | None) -> tuple[float, ...]:
         if decode is None:
-            return (0, 0, 0, prefill.num_waiting_tokens, prefill.num_waiting + prefill.num_running, 0, 0)
-        is_apart = decode.incarnation not in prefill.connected_peers and (
-            prefill.incarnation not in decode.connected_peers
-        )
+            return (0, 0, prefill.num_waiting_tokens, prefill.num_waiting + prefill.num_running, 0, 0)
         lacks_room = num_blocks_for(query.num_tokens + 1, decode.block_size) > decode.num_free_blocks
         return (
             query.prefer != decode.incarnation if query.prefer is not None else 0,
-            is_apart,
             lacks_room,
             prefill.num_waiting_tokens,
             prefill.num_waiting + prefill.num_running,
             decode.num_waiting + decode.num_running,
             -decode.num_free_blocks * decode.block_size,
         )
+
+
+def _is_apart(prefill: NodeLoad, decode: NodeLoad | None) -> bool:
+    """Whether a transfer between the two would first have to wait for a handshake."""
+    if decode is None:
+        return False
+    return decode.incarnation not in prefill.connected_peers and prefill.incarnation not in decode.connected_peers
 
 
 def place(query: PlacementQuery, nodes: Sequence[NodeLoad], policy: PlacementPolicy) -> Pair | Busy | Unplaceable:

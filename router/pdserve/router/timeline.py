@@ -70,6 +70,7 @@ class Overlapped:
     pack_s: float = 0.0
     reserve_wait_s: float = 0.0
     place_s: float = 0.0
+    stalled_s: float = 0.0
     kv_bytes: int = 0
     kv_frames: int = 0
     nodes: list[NodeDuration] = field(default_factory=list)
@@ -102,7 +103,9 @@ class _OpenStage:
         return 0.0 if self.left_s is None else self.left_s - self.entered_s
 
 
-OVERLAPPED_NAMES = frozenset({"prefill.exposed_transfer", "prefill.pack", "decode.reserve_wait", "decode.place"})
+OVERLAPPED_NAMES = frozenset(
+    {"prefill.exposed_transfer", "prefill.pack", "prefill.stalled", "decode.reserve_wait", "decode.place"}
+)
 """Durations that overlap the stages and are never nested in one."""
 
 ROUNDING_S = 1e-9
@@ -153,6 +156,7 @@ class TimelineRecorder:
         beside.exposed_transfer_s += durations_s.get("prefill.exposed_transfer", 0.0)
         beside.pack_s += durations_s.get("prefill.pack", 0.0)
         beside.reserve_wait_s += durations_s.get("decode.reserve_wait", 0.0)
+        beside.stalled_s += durations_s.get("prefill.stalled", 0.0)
         beside.place_s += durations_s.get("decode.place", 0.0)
         beside.kv_bytes += kv_bytes
         beside.kv_frames += kv_frames
