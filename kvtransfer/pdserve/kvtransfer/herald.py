@@ -13,13 +13,13 @@ class Herald(Generic[EventT]):
 
     def __init__(self, on_event: Callable[[EventT], None], measure: Callable[[], Mapping[str, float]]) -> None:
         self._on_event = on_event
-        self._measure = measure
+        self._measure_gauges = measure
         self.gauges = measure()
         """Replaced as a whole, so that any thread may read it at any time."""
 
     def publish(self) -> None:
         """Show the gauges of now. Only for the thread that the machines run on."""
-        self.gauges = self._measure()
+        self.gauges = self._measure_gauges()
 
     def announce(self, event: EventT) -> None:
         """Show the gauges of now, then tell `event`: who hears it sees no older ones. Only for the machines' thread."""

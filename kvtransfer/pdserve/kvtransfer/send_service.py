@@ -135,7 +135,7 @@ class _SendShell:
     ) -> None:
         self.table = SenderTable(settings)
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
-        self.herald = Herald(on_event, self._measure)
+        self.herald = Herald(on_event, self._measure_gauges)
         self._source = source
         self._clock = clock
         self._channel: Channel
@@ -196,7 +196,7 @@ class _SendShell:
     def drop_channel(self) -> None:
         self._is_channel_dropped = True
 
-    def _measure(self) -> dict[str, float]:
+    def _measure_gauges(self) -> dict[str, float]:
         return self.table.gauges() | {"kv_staging_bytes": self.staging.leased_bytes}
 
     def _send(self, instruction: Send, now_s: float) -> None:
