@@ -248,24 +248,10 @@ async def test_garbage_on_every_port_changes_nothing(cluster: Cluster, tiny: Pat
 
 
 async def kv_ports(cluster: Cluster) -> list[int]:
-    """Return the ports that decode nodes take KV at, as their hello says."""
-    from pdserve.rpc.options import channel_options
-    from pdserve.v1 import node_pb2, node_pb2_grpc
-
-    ports = []
-    for name, process in cluster.nodes.items():
-        if not name.startswith("decode"):
-            continue
-        async with grpc.aio.insecure_channel(process.grpc, options=channel_options()) as channel:
-            hello = node_pb2.AttachRequest(
-                hello=node_pb2.RouterHello(incarnation=b"T" * 16, stream_number=1, lease_s=3)
-            )
-            call = node_pb2_grpc.NodeServiceStub(channel).Attach(timeout=DEADLINE_S)
-            await call.write(hello)
-            response = await call.read()
-            assert isinstance(response, node_pb2.AttachResponse)
-            ports += [int(end.address.rpartition(":")[2]) for end in response.hello.kv_endpoints]
-            call.cancel()
+    """Return the ports that decode nodes take KV at."""
+    nodes = (await cluster.state()).nodes
+    ports = [int(address.rpartition(":")[2]) for node in nodes for address in node.kv_addresses]
+    assert len(ports) == 1, "one decode node, one port"
     return ports
 
 

@@ -73,6 +73,7 @@ def state_as_json(seen: Look) -> dict[str, object]:
         "nodes": [
             {
                 "address": node.address,
+                "kv_addresses": list(node.kv_addresses),
                 "state": node.state,
                 "reason": node.reason,
                 **(process_as_json(node.process) if node.process else {}),

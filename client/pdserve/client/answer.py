@@ -146,6 +146,7 @@ class NodeView:
     reason: str
     process: ProcessInfo | None
     gauges: Mapping[str, float]
+    kv_addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ def cluster_from_pb(message: pb.GetClusterStateResponse) -> ClusterState:
                 reason=node.reason,
                 process=process_from_pb(node.process) if node.HasField("process") else None,
                 gauges=dict(node.gauges),
+                kv_addresses=tuple(node.kv_addresses),
             )
             for node in message.nodes
         ),

@@ -881,6 +881,7 @@ class NodeView(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
+    KV_ADDRESSES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Address that the router was given."""
     state: _builtins.str
@@ -895,6 +896,10 @@ class NodeView(_message.Message):
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The node's last reported gauges."""
 
+    @_builtins.property
+    def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the node takes KV, e.g. "tcp://10.0.0.7:50161" (decode nodes)."""
+
     def __init__(
         self,
         *,
@@ -903,10 +908,11 @@ class NodeView(_message.Message):
         reason: _builtins.str = ...,
         process: Global___ProcessInfo | None = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        kv_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "gauges", b"gauges", "process", b"process", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "gauges", b"gauges", "kv_addresses", b"kv_addresses", "process", b"process", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

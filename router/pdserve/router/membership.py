@@ -202,6 +202,7 @@ class Membership:
                 member.reason,
                 member.hello.process if member.hello else None,
                 member.status.gauges if member.hello else {},
+                tuple(at.address for at in member.hello.kv_endpoints) if member.hello else (),
             )
             for member in self.members
         ]

@@ -108,6 +108,7 @@ class NodeRow:
     reason: str
     process: ProcessInfo | None
     gauges: Mapping[str, float]
+    kv_addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ def cluster_response(
                 reason=row.reason,
                 process=None if row.process is None else process_to_pb(row.process),
                 gauges=dict(row.gauges),
+                kv_addresses=row.kv_addresses,
             )
             for row in nodes
         ],
