@@ -13,3 +13,10 @@ def test_peer_that_the_message_names_is_not_told_twice(peer: str, is_repeated: b
     line = TextFormatter().format(record)
     assert ("peer=" in line) == is_repeated
     assert line.endswith("request_id=lost") or is_repeated
+
+
+def test_control_characters_never_reach_a_terminal() -> None:
+    record = logging.makeLogRecord({"msg": "ended: a\nb", "request_id": "x\x1b[2J"})
+    line = TextFormatter().format(record)
+    assert line.isprintable()
+    assert line.endswith(r"ended: a\x0ab  request_id=x\x1b[2J")

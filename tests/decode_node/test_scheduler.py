@@ -1,5 +1,7 @@
 """The decode scheduler: events in, instructions out."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,6 +228,15 @@ def test_a_row_without_a_token_ends_its_own_sequence_only() -> None:
     told = target.step_done(plan, [RowFailed("logits are not finite"), (7, -0.1)], 0.1, 1.1)
     assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
     assert told[-1] == ReportToken(leg(2), SampledToken(1, 7, -0.1))
+
+
+def test_a_transfer_id_is_used_once() -> None:
+    """A faulty router must not make a leg that nobody can end."""
+    target = scheduler()
+    target.submit(work(1), 0.0)
+    end, _ = target.submit(replace(work(2), transfer_id=transfer(1)), 0.0)
+    assert end == ReportEnd(leg(2), LegOutcome.REFUSED, "transfer_id_in_use")
+    target.check_invariants()
 
 
 def test_what_can_never_fit_is_refused() -> None:

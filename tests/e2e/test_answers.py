@@ -188,6 +188,8 @@ REFUSED: list[tuple[str, Callable[[pb.GenerateRequest], Any], str, str]] = [
     ("top_logprobs", lambda r: setattr(r, "top_logprobs", 3), "UNIMPLEMENTED", "top_logprobs"),
     ("cache_salt", lambda r: setattr(r, "cache_salt", "s"), "UNIMPLEMENTED", "cache_salt"),
     ("objectives", lambda r: setattr(r.objectives, "ttft_s", 1.0), "UNIMPLEMENTED", "objectives"),
+    ("hopeless text", lambda r: setattr(r, "text", "x" * 4_000_000), "INVALID_ARGUMENT", "text"),
+    ("endless chat", lambda r: r.chat.messages.extend([pb.ChatMessage(role="u")] * 4097), "INVALID_ARGUMENT", "chat"),
     ("long label", lambda r: setattr(r, "request_id", "x" * 129), "INVALID_ARGUMENT", "request_id"),
 ]
 

@@ -166,6 +166,31 @@ async def test_eviction_is_resumed_and_exact(tiny: Path, tmp_path: Path) -> None
         await cluster.leak_oracle()
 
 
+async def test_a_frozen_router_leaks_nothing(tiny: Path, tmp_path: Path) -> None:
+    """Each time its nodes take its stream away; tasks and connections of the lost streams must go."""
+    async with start_cluster(tiny, tmp_path, router=("--lease-s", "1.5", "--beat-s", "0.25")) as cluster:
+
+        async def num_streams() -> float:
+            return sum([await cluster.gauge(name, "routers") for name in cluster.nodes])
+
+        async def is_alone() -> bool:
+            return await num_streams() == 0
+
+        async def is_back() -> bool:
+            return await num_streams() == 2
+
+        for _ in range(3):
+            cluster.router.kill(signal.SIGSTOP)
+            await until(is_alone, "the nodes gave the router up")
+            cluster.router.kill(signal.SIGCONT)
+            await until(is_back, "the router is attached again")
+            await cluster.until_ready(2)
+        await cluster.leak_oracle()
+        prompt = prompt_ids("thawed")
+        answer = await cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))
+        assert answer.token_ids == expected_tokens(tiny, prompt, NUM_TOKENS)[0]
+
+
 async def test_a_secret_keeps_strangers_out(tiny: Path, tmp_path: Path) -> None:
     async with start_cluster(tiny, tmp_path, secret="a secret of the test") as cluster:
         prompt = prompt_ids("secret")

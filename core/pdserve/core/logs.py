@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from pdserve.core.ids import Incarnation
 
+ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+"""Control characters, which may come from outside, never reach a terminal or start a line."""
 _PROCESS: dict[str, str] = {}
 
 FIELDS = ("request_id", "session_id", "attempt", "incarnation", "transfer_id", "peer")
@@ -54,7 +56,7 @@ class TextFormatter(logging.Formatter):
         told = {name for name, value in _fields(record).items() if name == "peer" and str(value) in message}
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items() if name not in told)
         line = f"{clock}.{int(record.msecs):03d} {record.levelname.lower():7} {message}"
-        line = f"{line}  {fields}" if fields else line
+        line = (f"{line}  {fields}" if fields else line).translate(ESCAPED)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -97,6 +97,8 @@ class DecodeScheduler:
     def submit(self, work: Work, now_s: float) -> list[Instruction]:
         """Expect a transfer, or refuse a sequence that can never fit."""
         fault = self._never_fits(work)
+        if work.transfer_id in self._by_transfer:
+            return [ReportEnd(work.leg, LegOutcome.REFUSED, "transfer_id_in_use"), ReportRelease(work.leg, {})]
         if fault or work.transfer_id is None:
             reason = "never_fits" if fault else "no_transfer"
             return [ReportEnd(work.leg, LegOutcome.REFUSED, reason, fault), ReportRelease(work.leg, {})]
@@ -267,6 +269,7 @@ class DecodeScheduler:
     def check_invariants(self) -> None:
         """Raise InternalError or AssertionError if the books do not agree."""
         self._pool.check_invariants()
+        assert len(self._sequences) == len(self._by_transfer), "a transfer belongs to one sequence"
         leased = 0
         for sequence in self._sequences.values():
             assert sequence.state is not SequenceState.OVER, f"{sequence.work.leg} is over but on the books"

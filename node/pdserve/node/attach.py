@@ -25,6 +25,7 @@ STATUS_S = 1.0
 MIN_STATUS_S = 0.1
 MAX_PARTIAL_SUBMITS = 64
 MAX_PROMPT_IDS = 4 << 20
+MAX_LABEL_CHARS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,10 @@ class RouterStream:
             if older.attempt < key.attempt:
                 self._desk.cancel(older, "a newer attempt")
         if message.num_prompt_ids > len(message.prompt_ids):
-            if len(self._partial) >= MAX_PARTIAL_SUBMITS or message.num_prompt_ids > MAX_PROMPT_IDS:
+            if message.num_prompt_ids > MAX_PROMPT_IDS:
+                self._refuse_unopened(key, LegOutcome.REFUSED, "prompt_too_long")
+                return
+            if len(self._partial) >= MAX_PARTIAL_SUBMITS:
                 self._refuse_unopened(key, LegOutcome.BUSY, "too_many_partial_submits")
                 return
             self._partial[key] = _PartialSubmit(message, list(message.prompt_ids))
@@ -225,7 +229,7 @@ class RouterStream:
             self._legs.tell_released(key)
 
     def _submit(self, key: LegKey, message: node_pb2.Submit, prompt_ids: tuple[int, ...]) -> None:
-        if not self._legs.open(key, message.request_label):
+        if not self._legs.open(key, message.request_label[:MAX_LABEL_CHARS]):
             return
         if self._is_draining():
             self._legs.refuse(key, LegOutcome.DRAINED, "draining", "the node takes no new work")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
@@ -157,7 +158,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     async def _hello(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> node_pb2.RouterHello:
         try:
             first = await asyncio.wait_for(anext(requests), self._settings.lease_s)
-        except (TimeoutError, StopAsyncIteration):
+        except (TimeoutError, StopAsyncIteration, DecodeError):
             raise InvalidRequest("the stream's first message must be hello", field="hello") from None
         if first.WhichOneof("message") != "hello" or len(first.hello.incarnation) != ID_BYTES:
             raise InvalidRequest("the stream's first message must be hello, with an incarnation", field="hello")

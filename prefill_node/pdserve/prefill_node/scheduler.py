@@ -104,6 +104,8 @@ class PrefillScheduler:
     def submit(self, work: Work, now_s: float) -> list[Instruction]:
         """Take a prompt, or refuse it if it can never fit."""
         fault = self._never_fits(work)
+        if work.transfer_id in self._by_transfer:
+            return [ReportEnd(work.leg, LegOutcome.REFUSED, "transfer_id_in_use"), ReportRelease(work.leg, {})]
         if fault:
             return [
                 ReportEnd(work.leg, LegOutcome.REFUSED, "never_fits", fault),
@@ -252,6 +254,8 @@ class PrefillScheduler:
             running = job.state in (JobState.RUNNING, JobState.HANDING_OVER)
             assert not running or job.lease is not None, f"{job.work.leg} runs without blocks"
             assert job.state is not JobState.OVER, f"{job.work.leg} is over but on the books"
+        handed_over = sum(job.work.transfer_id is not None for job in self._jobs.values())
+        assert handed_over == len(self._by_transfer), "a transfer belongs to one prompt"
         leased = sum(len(job.lease.block_ids) for job in self._jobs.values() if job.lease is not None)
         assert leased == self._pool.num_blocks - self._pool.num_free, "blocks are leased to nobody"
 

@@ -53,8 +53,16 @@ class AttachCall:
         return message
 
     def cancel(self) -> None:
-        """End the call from this side; harmless when it is over."""
-        self._call.cancel()
+        """End the call from this side; harmless when it is over.
+
+        After a made-up status grpc.aio takes the call for done and its `cancel` does nothing, while the call below lives on,
+        with a task and a connection; only that one's own `cancel` ends it.
+        """
+        if self._call.cancel() or self._final.is_known:
+            return
+        below = getattr(self._call, "_cython_call", None)
+        if below is not None:
+            below.cancel("the router left the stream")
 
     async def _ended(self) -> StreamEnded:
         self._on_broken()

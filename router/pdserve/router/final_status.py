@@ -24,6 +24,11 @@ class FinalStatus:
         self._is_known = asyncio.Event()
         call.add_done_callback(self._note)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the server's status has arrived."""
+        return self._is_known.is_set()
+
     async def wait(self, timeout_s: float) -> grpc.aio.AioRpcError | None:
         """Return the server's status (OK included); None if it does not arrive in time, or the call was cancelled here."""
         try:

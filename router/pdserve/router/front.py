@@ -128,6 +128,9 @@ class InferenceFront:
         remaining_s = cast("float | None", context.time_remaining())  # None without a deadline, whatever the stubs say
         self._admission.admit(self._sessions.num_waiting)
         try:
+            limits = length_limits(self._membership.loads())
+            if limits is not None:
+                self._model.check_size(request.input, limits.longest)
             prompt_ids = await self._encode(request)
             max_tokens = self._max_tokens(request, len(prompt_ids))
         except BaseException:  # a cancelled call leaves as well

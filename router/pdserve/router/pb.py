@@ -17,6 +17,9 @@ from pdserve.router.timeline import SCHEMA_VERSION, NodeDuration, Timeline
 from pdserve.rpc.process import process_to_pb
 from pdserve.v1 import inference_pb2, timeline_pb2
 
+MAX_TURNS = 4096
+"""Turns of a conversation; each costs time on the event loop before it can be known to be too long."""
+
 
 def parse_generate(raw: bytes, max_bytes: int) -> GenerateCall:
     """Return the call in `raw`. Raises InvalidRequest if it is too large or does not parse."""
@@ -30,6 +33,11 @@ def parse_generate(raw: bytes, max_bytes: int) -> GenerateCall:
         raise InvalidRequest(
             f"the bytes are no GenerateRequest: {error}", hint="see pdserve/v1/inference.proto", field="GenerateRequest"
         ) from None
+    num_turns = len(message.chat.messages)
+    if num_turns > MAX_TURNS:
+        raise InvalidRequest(
+            f"the conversation has {num_turns} turns", hint=f"at most {MAX_TURNS}; send less", field="chat.messages"
+        )
     return call_from_pb(message)
 
 

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pdserve.core.errors import ModelUnavailable
+from pdserve.core.errors import InvalidRequest, ModelUnavailable
 from pdserve.core.models import resolve_model_dir, served_name
 from pdserve.router.detokenizer import Detokenizer, Vocabulary
 from pdserve.router.request import ChatInput, PromptInput, TextInput, TokenInput
@@ -32,6 +33,31 @@ class TextModel:
     def served(self) -> ServedModel:
         """What requests are checked against."""
         return ServedModel(self.name, self.vocab_size, self.template is not None)
+
+    def check_size(self, given: PromptInput, max_tokens: int) -> None:
+        """Raise InvalidRequest for text that cannot fit into `max_tokens`, however it is cut into tokens.
+
+        Cheap, unlike encoding: a request must not cost seconds before it is refused.
+        """
+        match given:
+            case TextInput(text):
+                num_chars, field = len(text), "text"
+            case ChatInput():
+                num_chars, field = sum(len(turn.content) for turn in given.turns), "chat"
+            case _:
+                return
+        most = max_tokens * self.longest_token_chars
+        if num_chars > most:
+            raise InvalidRequest(
+                f"the prompt has {num_chars} characters, more than {max_tokens} tokens can hold",
+                hint="send a shorter prompt",
+                field=field,
+            )
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Characters of the vocabulary's longest token."""
+        return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, given: PromptInput) -> tuple[int, ...]:
         """Return the prompt's ids. Raises InvalidRequest if the chat template refuses the conversation.
