@@ -7,7 +7,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation
 from pdserve.core.settings import DecodeSettings
-from pdserve.core.work import Work, prompt_digest
+from pdserve.core.work import Work
 from pdserve.decode_node.intake import Intake
 from pdserve.decode_node.scheduler import (
     CancelTransfer,
@@ -24,7 +24,7 @@ from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.node.corridor import link_settings, on_loop
+from pdserve.node.corridor import link_settings, on_loop, transfer_spec
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.engine_desk import EngineDesk
 from pdserve.node.legs import Legs
@@ -105,7 +105,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case ExpectTransfer(work):
-                self._expect(work)
+                self._corridor.expect(transfer_spec(work, work.prefill))
             case GrantTransfer(leg, transfer_id, lease, skip_tokens):
                 self._bound.bind(transfer_id, lease)
                 self._corridor.grant(transfer_id, skip_tokens)
@@ -118,19 +118,6 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
                 self._legs.tokens(leg, token)
             case ReportEnd() | ReportRelease():
                 self._report(instruction)
-
-    def _expect(self, work: Work) -> None:
-        assert work.transfer_id is not None, "the scheduler refuses a leg without a transfer"
-        self._corridor.expect(
-            kv.TransferSpec(
-                transfer_id=work.transfer_id,
-                attempt=work.leg.attempt,
-                peer=work.prefill,
-                prompt_digest=prompt_digest(work.context_ids),
-                num_tokens=work.context_len,
-                arrived_s=work.arrived_s,
-            )
-        )
 
     def _on_corridor(self, event: kv.ReceiveEvent) -> None:
         now_s, scheduler = self._clock.now_s(), self._scheduler

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 from pdserve.core.ids import Incarnation
 from pdserve.core.settings import DecodeSettings, NodeSettings
+from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
-from pdserve.kvtransfer import LinkSettings
+from pdserve.kvtransfer import LinkSettings, TransferSpec
 
 E = TypeVar("E")
 
@@ -27,6 +28,20 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
         transfer_idle_s=settings.transfer_idle_s,
         window_bytes=settings.kv_window_bytes,
         staging_bytes=settings.kv_staging_bytes,
+    )
+
+
+def transfer_spec(work: Work, peer: Incarnation | None) -> TransferSpec:
+    """Return the transfer of a leg that is handed over, as this node's end of the corridor sees it; `peer` is the other end."""
+    assert work.transfer_id is not None, "only what is handed over has a transfer"
+    assert peer is not None, "a transfer has two ends"
+    return TransferSpec(
+        transfer_id=work.transfer_id,
+        attempt=work.leg.attempt,
+        peer=peer,
+        prompt_digest=prompt_digest(work.context_ids),
+        num_tokens=work.context_len,
+        arrived_s=work.arrived_s,
     )
 
 

@@ -7,10 +7,10 @@ from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation
 from pdserve.core.settings import PrefillSettings
-from pdserve.core.work import LegOutcome, Work, prompt_digest
+from pdserve.core.work import LegOutcome, Work
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.node.corridor import link_settings, on_loop
+from pdserve.node.corridor import link_settings, on_loop, transfer_spec
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.engine_desk import EngineDesk
 from pdserve.node.legs import Legs
@@ -99,7 +99,7 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
     def _execute(self, instruction: Instruction) -> None:
         match instruction:
             case OpenTransfer(work):
-                self._announce(work)
+                self._corridor.open(transfer_spec(work, work.decode))
             case BindBlocks(transfer_id, lease):
                 self._bound.bind(transfer_id, lease)
             case CommitTransfer(transfer_id, tokens, durations_s):
@@ -110,20 +110,6 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
                 self._legs.first_token(leg, tokens, 0, durations_s)
             case ReportEnd() | ReportRelease():
                 self._report(instruction)
-
-    def _announce(self, work: Work) -> None:
-        assert work.transfer_id is not None, "only what is handed over is announced"
-        assert work.decode is not None, "a transfer has two ends"
-        self._corridor.open(
-            kv.TransferSpec(
-                transfer_id=work.transfer_id,
-                attempt=work.leg.attempt,
-                peer=work.decode,
-                prompt_digest=prompt_digest(work.context_ids),
-                num_tokens=work.context_len,
-                arrived_s=work.arrived_s,
-            )
-        )
 
     def _on_corridor(self, event: kv.SendEvent) -> None:
         now_s, scheduler = self._clock.now_s(), self._scheduler
