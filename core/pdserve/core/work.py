@@ -31,11 +31,29 @@ class LegOutcome(IntEnum):
     DRAINED = 7
 
 
+class GrammarKind(IntEnum):
+    """The notation of a grammar; the values are those of the contract."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    LARK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that an output must belong to."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How each token is chosen; every value resolved.
+    """How each token is chosen; every value resolved. What changes logits is applied in the order of transformers' processors.
 
     `temperature` 0 is greedy, `top_k` 0 keeps all, `top_p` in (0, 1], `min_p` in [0, 1), `seed` is the key of the noise.
+    `logit_bias` holds (token id, addend), `banned_sequences` ids that may not follow each other in the output;
+    `allowed_token_ids` empty allows all.
     """
 
     temperature: float = 0.0
@@ -43,6 +61,14 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] = frozenset()
+    banned_token_ids: frozenset[int] = frozenset()
+    banned_sequences: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -56,6 +82,10 @@ class Work:
 
     `prompt_ids` and `output_ids` are kept apart so that limits and positions stay absolute: the next token has output index
     `len(output_ids)`. `arrived_s` and `deadline_s` are on this process's monotonic clock.
+
+    The leg continues one context with `num_sequences` sequences, numbered from `first_sequence` in the request; they share the
+    context's blocks, and each ends on its own. Before `min_tokens` output tokens no EOS or stop id is chosen. `top_logprobs` most
+    likely tokens are reported per output position, and with `prompt_logprobs` the scores of the prompt as well.
     """
 
     leg: LegKey
@@ -71,6 +101,16 @@ class Work:
     ignore_eos: bool
     arrived_s: float
     deadline_s: float | None
+    num_sequences: int = 1
+    first_sequence: int = 0
+    min_tokens: int = 0
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def sequences(self) -> range:
+        """Indexes of the leg's sequences in the request."""
+        return range(self.first_sequence, self.first_sequence + self.num_sequences)
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -99,14 +139,31 @@ class Work:
         return FinishReason.LENGTH if index + 1 >= self.max_tokens else None
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens of one position, best first: (token id, natural log-probability under the unmodified distribution)."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token with its absolute output index and natural log-probability under the unmodified distribution."""
+    """A token with its absolute output index and natural log-probability under the unmodified distribution.
+
+    `sequence` is the index of its sequence in the request; `top` holds the alternatives, if they were asked for.
+    """
 
     index: int
     token_id: int
     logprob: float
     finish_reason: FinishReason | None = None
+    sequence: int = 0
+    top: TopLogprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """What the model thought of a prompt token, given those before it; natural log-probabilities."""
+
+    logprob: float
+    top: TopLogprobs = ()
 
 
 def prompt_digest(token_ids: tuple[int, ...]) -> bytes:

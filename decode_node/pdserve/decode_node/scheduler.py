@@ -5,7 +5,7 @@ takes blocks as it grows; when none is left, the youngest that holds any is evic
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
@@ -13,7 +13,7 @@ from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, Sequence, SequenceEvent, SequenceState
-from pdserve.engine.batch import Choice, RowFailed
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 
@@ -214,20 +214,20 @@ class DecodeScheduler:
             sequence.durations_s.setdefault("decode.queue", now_s - sequence.adopted_s)
         return StepPlan(tuple(runnable)), instructions
 
-    def step_done(self, plan: StepPlan, sampled: Seq[Choice], compute_s: float, now_s: float) -> list[Instruction]:
-        """Take a step's results: `sampled` has what each sequence of the plan got."""
+    def step_done(self, plan: StepPlan, results: Seq[ChunkResult], compute_s: float, now_s: float) -> list[Instruction]:
+        """Take a step's results: what each sequence of the plan got."""
         instructions: list[Instruction] = []
-        for sequence, choice in zip(plan.sequences, sampled, strict=True):
+        for sequence, result in zip(plan.sequences, results, strict=True):
             sequence.in_step = False
             durations = sequence.durations_s
             durations["decode.compute"] = durations.get("decode.compute", 0.0) + compute_s
             if sequence.state is SequenceState.CLOSING:
                 instructions += self._let_go(sequence, now_s)
                 continue
+            choice = result.choices[0]
             if isinstance(choice, RowFailed):
                 instructions += self._end(sequence, LegOutcome.FAILED, "no_token", choice.reason, now_s)
                 continue
-            assert choice is not None, "every sequence of a decode step gets a token"
             instructions += self._take_token(sequence, choice, now_s)
         return instructions
 
@@ -328,11 +328,10 @@ class DecodeScheduler:
         holders.sort(key=lambda sequence: sequence.work.arrived_s)
         return holders[-1] if len(holders) > 1 else None
 
-    def _take_token(self, sequence: Sequence, choice: tuple[int, float], now_s: float) -> list[Instruction]:
-        token_id, logprob = choice
+    def _take_token(self, sequence: Sequence, choice: Chosen, now_s: float) -> list[Instruction]:
         index = sequence.next_index
-        token = SampledToken(index, token_id, logprob)
-        token = replace(token, finish_reason=sequence.work.finish_reason(token_id, index, self._eos))
+        reason = sequence.work.finish_reason(choice.token_id, index, self._eos)
+        token = SampledToken(index, choice.token_id, choice.logprob, reason)
         sequence.last_token = token
         sequence.num_cached += 1
         report = ReportToken(sequence.work.leg, token)

@@ -5,6 +5,7 @@ from pdserve.decode_node.scheduler import StepPlan
 from pdserve.decode_node.sequence import Sequence
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
+from pdserve.kernels.sampling import SampledRow
 from pdserve.node.step_loop import StepRecord
 
 
@@ -18,7 +19,7 @@ class DecodeWorker:
         """Run one forward pass over the plan's sequences."""
         started_s = self._clock.now_s()
         result = self._engine.step([_chunk(sequence) for sequence in plan.sequences])
-        return StepRecord(result.tokens, self._clock.now_s() - started_s)
+        return StepRecord(result.chunks, self._clock.now_s() - started_s)
 
 
 def _chunk(sequence: Sequence) -> SequenceChunk:
@@ -28,6 +29,5 @@ def _chunk(sequence: Sequence) -> SequenceChunk:
         token_ids=(sequence.last_token.token_id,),
         start=sequence.num_cached,
         block_ids=sequence.lease.block_ids,
-        sampling=sequence.work.sampling,
-        next_index=sequence.next_index,
+        samples=(SampledRow(sequence.work.sampling, sequence.work.first_sequence, sequence.next_index),),
     )

@@ -3,41 +3,57 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.core.work import Sampling
+from pdserve.core.work import TokenScore, TopLogprobs
+from pdserve.kernels.sampling import SampledRow
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
-    """New tokens of one sequence, from absolute position `start`.
+    """New tokens of one context, from absolute position `start`.
 
-    `block_ids` covers positions 0 … start + len(token_ids) - 1 at least; positions before `start` are already in the pool. If
-    `sampling` is given, the token after the last position is sampled, as output token `next_index` of `sequence`.
+    `block_ids` covers positions 0 … start + len(token_ids) - 1 at least; positions before `start` are already in the pool. Each
+    row of `samples` draws a token from the logits after the last position: none inside a prompt, one per sequence at its
+    end. `scored_ids` are prompt tokens to be scored: the i-th is the one after position `start + i`, with `num_top` alternatives.
     """
 
     token_ids: tuple[int, ...]
     start: int
     block_ids: Sequence[int]
-    sampling: Sampling | None = None
-    sequence: int = 0
-    next_index: int = 0
+    samples: tuple[SampledRow, ...] = ()
+    scored_ids: tuple[int, ...] = ()
+    num_top: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A drawn token, its natural log-probability under the unmodified distribution, and the most likely ones beside it."""
+
+    token_id: int
+    logprob: float
+    top: TopLogprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """No token could be chosen for this chunk; `reason` says why, in a line. The other chunks of the step are not touched."""
+    """No token could be chosen for this row; `reason` says why, in a line. The other rows of the step are not touched."""
 
     reason: str
 
 
-Choice = tuple[int, float] | RowFailed | None
-"""What a chunk got: (token id, natural log-probability under the unmodified distribution), a failure, or nothing asked."""
+Choice = Chosen | RowFailed
+"""What a sampled row got."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What one chunk got: a choice per row of `samples`, a score per id of `scored_ids`."""
+
+    choices: tuple[Choice, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per chunk of the step, in order: (token id, natural log-probability under the unmodified distribution).
+    """One result per chunk of the step, in order."""
 
-    None where the chunk asked for no token; `RowFailed` where it asked, and its logits define no distribution.
-    """
-
-    tokens: tuple[Choice, ...]
+    chunks: tuple[ChunkResult, ...]

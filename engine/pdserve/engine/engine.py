@@ -9,14 +9,14 @@ import torch
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
-from pdserve.engine.batch import RowFailed, SequenceChunk, StepResult
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed, SequenceChunk, StepResult
 from pdserve.engine.forward import Forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.loading import LoadedModel, load_model
 from pdserve.engine.probe import check_isolation, discover
 from pdserve.engine.support import kv_fields, served_length
 from pdserve.kernels.backends import choose_backend
-from pdserve.kernels.sampling import SampledRow, sample
+from pdserve.kernels.sampling import sample
 
 log = logging.getLogger(__name__)
 
@@ -109,24 +109,21 @@ class Engine:
         """
         if not chunks:
             return StepResult(())
-        rows = [
-            SampledRow(chunk.sampling, chunk.sequence, chunk.next_index)
-            for chunk in chunks
-            if chunk.sampling is not None
-        ]
+        rows = [row for chunk in chunks for row in chunk.samples]
         with torch.inference_mode():
-            drawn = iter(sample(self.logits(chunks, on_layer), rows))
-        return StepResult(tuple(None if chunk.sampling is None else next(drawn) or BROKEN_LOGITS for chunk in chunks))
+            drawn = sample(self.logits(chunks, on_layer), rows)
+        choices = iter(BROKEN_LOGITS if choice is None else Chosen(*choice) for choice in drawn)
+        return StepResult(tuple(ChunkResult(tuple(next(choices) for _ in chunk.samples)) for chunk in chunks))
 
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Do as `step`, but return the logits [chunks with sampling, vocabulary] and draw nothing."""
+        """Do as `step`, but return the logits [rows of `samples`, vocabulary] and draw nothing."""
         for chunk in chunks:
             self._check(chunk)
         if self._is_stepping:
             raise InternalError("a step began while another was running")
         self._is_stepping = True
         try:
-            return self._forward.logits(chunks, [chunk.sampling is not None for chunk in chunks], on_layer)
+            return self._forward.logits(chunks, [len(chunk.samples) for chunk in chunks], on_layer)
         finally:
             self._is_stepping = False
 

@@ -26,9 +26,9 @@ class Forward:
 
     @torch.inference_mode()
     def logits(
-        self, chunks: Sequence[SequenceChunk], sampled: Sequence[bool], on_layer: Callable[[int], None] | None = None
+        self, chunks: Sequence[SequenceChunk], num_samples: Sequence[int], on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """Run all chunks at once; return logits [sampled chunks, vocabulary] at the last row of each sampled chunk.
+        """Run all chunks at once; return logits [sum of `num_samples`, vocabulary], of each chunk's last row that often.
 
         `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
         """
@@ -41,7 +41,7 @@ class Forward:
                 input_ids=torch.tensor([token_ids], device=self._device),
                 position_ids=plan.positions[None],
                 use_cache=False,
-                logits_to_keep=self._last_rows(rows, sampled),
+                logits_to_keep=self._last_rows(rows, num_samples),
             )
         self.num_forwards += 1
         if frame.num_calls != self._pool.layout.num_layers:
@@ -51,10 +51,9 @@ class Forward:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _last_rows(self, rows: Sequence[ChunkRows], sampled: Sequence[bool]) -> Tensor:
+    def _last_rows(self, rows: Sequence[ChunkRows], num_samples: Sequence[int]) -> Tensor:
         last, row = [], -1
-        for chunk, is_sampled in zip(rows, sampled, strict=True):
+        for chunk, count in zip(rows, num_samples, strict=True):
             row += chunk.num_rows
-            if is_sampled:
-                last.append(row)
+            last += [row] * count
         return torch.tensor(last, dtype=torch.int64, device=self._device)

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation, LegKey
 from pdserve.core.work import LegOutcome
-from pdserve.engine.batch import Choice
+from pdserve.engine.batch import ChunkResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import PeerDown, PeerRefused, PeerUp
@@ -29,7 +29,7 @@ class StepScheduler(Protocol[P, I]):
         """Return the next step, or None, and what to do before it."""
         ...
 
-    def step_done(self, plan: P, sampled: Sequence[Choice], compute_s: float, now_s: float) -> list[I]:
+    def step_done(self, plan: P, results: Sequence[ChunkResult], compute_s: float, now_s: float) -> list[I]:
         """Take a step's results."""
         ...
 
@@ -200,7 +200,7 @@ class EngineDesk(ABC, Generic[P, I]):
 
     def _apply(self, plan: P, record: StepRecord) -> None:
         now_s = self._clock.now_s()
-        self._do(self._steps_of.step_done(plan, record.sampled, record.compute_s, now_s), wake=False)
+        self._do(self._steps_of.step_done(plan, record.results, record.compute_s, now_s), wake=False)
 
     def _fail(self, plan: P, error: Exception) -> None:
         self._do(self._steps_of.step_failed(plan, str(error), self._clock.now_s()), wake=False)

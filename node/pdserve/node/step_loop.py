@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pdserve.core.clock import Clock
-from pdserve.engine.batch import Choice
+from pdserve.engine.batch import ChunkResult
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step's results: what each row of the plan got, and how long the step took."""
+    """A step's results: what each chunk of the plan got, and how long the step took."""
 
-    sampled: tuple[Choice, ...]
+    results: tuple[ChunkResult, ...]
     compute_s: float
 
 

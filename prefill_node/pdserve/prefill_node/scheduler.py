@@ -12,7 +12,7 @@ from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
-from pdserve.engine.batch import Choice, RowFailed
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, Job, JobEvent, JobState
@@ -188,10 +188,12 @@ class PrefillScheduler:
                 chunk.job.started_s = now_s
         return StepPlan(tuple(chunks)), instructions
 
-    def step_done(self, plan: StepPlan, sampled: Sequence[Choice], compute_s: float, now_s: float) -> list[Instruction]:
-        """Take a step's results: `sampled` has what each chunk got."""
+    def step_done(
+        self, plan: StepPlan, results: Sequence[ChunkResult], compute_s: float, now_s: float
+    ) -> list[Instruction]:
+        """Take a step's results: what each chunk got."""
         instructions: list[Instruction] = []
-        for chunk, choice in zip(plan.chunks, sampled, strict=True):
+        for chunk, result in zip(plan.chunks, results, strict=True):
             job = chunk.job
             job.in_step = False
             job.num_computed = chunk.tokens.stop
@@ -199,11 +201,12 @@ class PrefillScheduler:
             job.compute_s += compute_s
             if job.state is JobState.CLOSING:
                 instructions += self._let_go(job, now_s)
-            elif isinstance(choice, RowFailed):
-                instructions += self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
             elif chunk.samples:
-                assert choice is not None, "a chunk that samples has a token"
-                instructions += self._sampled(job, choice, now_s)
+                choice = result.choices[0]
+                if isinstance(choice, RowFailed):
+                    instructions += self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
+                else:
+                    instructions += self._sampled(job, choice, now_s)
         return instructions
 
     def step_failed(self, plan: StepPlan, detail: str, now_s: float) -> list[Instruction]:
@@ -293,11 +296,10 @@ class PrefillScheduler:
                 instructions.append(BindBlocks(job.work.transfer_id, job.lease))
         return instructions
 
-    def _sampled(self, job: Job, choice: tuple[int, float], now_s: float) -> list[Instruction]:
+    def _sampled(self, job: Job, choice: Chosen, now_s: float) -> list[Instruction]:
         work = job.work
-        token_id, logprob = choice
-        reason = work.finish_reason(token_id, work.next_index, self._eos)
-        tokens = (SampledToken(work.next_index, token_id, logprob, reason),)
+        reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
+        tokens = (SampledToken(work.next_index, choice.token_id, choice.logprob, reason),)
         started_s = job.submitted_s if job.started_s is None else job.started_s
         queue_s = now_s - job.submitted_s - job.compute_s
         durations = {

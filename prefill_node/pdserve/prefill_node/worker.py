@@ -6,6 +6,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.ids import TransferId
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
+from pdserve.kernels.sampling import SampledRow
 from pdserve.node.step_loop import StepRecord
 from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
 
@@ -33,7 +34,7 @@ class PrefillWorker:
                 self._mark_ready(transfer_id, range(layer, layer + 1), tokens)
 
         result = self._engine.step([_chunk(planned) for planned in plan.chunks], on_layer)
-        return StepRecord(result.tokens, self._clock.now_s() - started_s)
+        return StepRecord(result.chunks, self._clock.now_s() - started_s)
 
 
 def _chunk(planned: PlannedChunk) -> SequenceChunk:
@@ -44,6 +45,5 @@ def _chunk(planned: PlannedChunk) -> SequenceChunk:
         token_ids=work.context_ids[tokens.start : tokens.stop],
         start=tokens.start,
         block_ids=lease.block_ids,
-        sampling=work.sampling if planned.samples else None,
-        next_index=work.next_index,
+        samples=(SampledRow(work.sampling, work.first_sequence, work.next_index),) if planned.samples else (),
     )

@@ -96,6 +96,7 @@ class GenerateRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """A label for logs and answers, at most 128 characters; never a key: two live requests may carry the same one."""
     model: _builtins.str
@@ -103,7 +104,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """Plain text, encoded with the special tokens that the model's tokenizer adds by itself."""
     n: _builtins.int
-    """Number of answers to the one prompt. Only 1 is served so far."""
+    """Number of answers to the one prompt, 1 to 64. Unset: 1. The prompt is computed once; sequence i draws the noise of (seed, i)."""
     priority: _builtins.int
     """Scheduling priority. Not served yet: only 0."""
     cache_salt: _builtins.str
@@ -111,9 +112,9 @@ class GenerateRequest(_message.Message):
     stream: _builtins.bool
     """false: the whole answer in one message. Unset or true: a stream of deltas."""
     top_logprobs: _builtins.int
-    """Number of alternative tokens to report per position, with log-probabilities. Not served yet: only 0."""
+    """Number of most likely tokens to report per output position, with log-probabilities, 0 to 20. Unset: 0."""
     prompt_logprobs: _builtins.bool
-    """Log-probabilities of the prompt's tokens. Not served yet."""
+    """Report the log-probability of every prompt token but the first, with `top_logprobs` alternatives."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are; each in [0, vocabulary size)."""
@@ -134,6 +135,10 @@ class GenerateRequest(_message.Message):
     def objectives(self) -> Global___Objectives:
         """Latency objectives. Not served yet."""
 
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """Constrains the answer to a language. Unset: free text."""
+
     def __init__(
         self,
         *,
@@ -151,10 +156,11 @@ class GenerateRequest(_message.Message):
         stream: _builtins.bool | None = ...,
         top_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool | None = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_stream", b"_stream", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "n", b"n", "objectives", b"objectives", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_stream", b"_stream", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "n", b"n", "objectives", b"objectives", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_stream", b"_stream", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "objectives", b"objectives", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_n", b"_n", "_priority", b"_priority", "_prompt_logprobs", b"_prompt_logprobs", "_stream", b"_stream", "_top_logprobs", b"_top_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "objectives", b"objectives", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "stream", b"stream", "structured_output", b"structured_output", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -186,6 +192,72 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """StructuredOutput is the language that an answer must belong to. A request whose language cannot be served is refused by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON Schema (draft 2020-12 as far as the grammar library goes), as JSON text of at most 128 KiB."""
+    json_object: _builtins.bool
+    """Any JSON object."""
+    regex: _builtins.str
+    """A regular expression that the whole answer matches."""
+    grammar: _builtins.str
+    """A context-free grammar in Lark's syntax, or in GBNF (llama.cpp's EBNF)."""
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "language", b"language", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_language: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_language: _TypeAlias = _typing.Literal["language", b"language"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_language) -> _WhichOneofReturnType_language | None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Choices is a list of texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts, each not empty; at least one, at most 1024."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -220,15 +292,31 @@ class ChatInput(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARSE_OUTPUT_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the template opens the assistant's turn. Unset: true."""
+    continue_final_message: _builtins.bool
+    """The last message is an assistant's and is continued: its turn stays open. Excludes add_generation_prompt = true."""
+    template_arguments: _builtins.str
+    """More variables for the template, as one JSON object, e.g. {"enable_thinking": false}. Empty: none."""
+    parse_output: _builtins.bool
+    """Whether tool calls and reasoning are parsed out of the text. Unset: whenever the router knows the model's format, tool calls
+    only where `tools` are given. false: all of it stays in `Delta.text`.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at least one."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tools offered to the model, one JSON schema each. Not served yet."""
+        """Tools offered to the model, one JSON object each, as OpenAI's API has them: {"type": "function", "function": {"name", …}}."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether and which tool must be called. Unset: AUTO."""
 
     def __init__(
         self,
@@ -236,16 +324,86 @@ class ChatInput(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         add_generation_prompt: _builtins.bool | None = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
+        continue_final_message: _builtins.bool | None = ...,
+        template_arguments: _builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parse_output: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_parse_output", b"_parse_output", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "parse_output", b"parse_output", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_parse_output", b"_parse_output", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "parse_output", b"parse_output", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
+    _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__parse_output: _TypeAlias = _typing.Literal["parse_output"]  # noqa: Y015
+    _WhichOneofArgType__parse_output: _TypeAlias = _typing.Literal["_parse_output", b"_parse_output"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_output) -> _WhichOneofReturnType__parse_output | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """ToolChoice says whether tools must be called."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Mode:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ToolChoice._Mode.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        MODE_UNSPECIFIED: ToolChoice._Mode.ValueType  # 0
+        """As AUTO."""
+        MODE_AUTO: ToolChoice._Mode.ValueType  # 1
+        """The model decides."""
+        MODE_NONE: ToolChoice._Mode.ValueType  # 2
+        """No tool is called; tools are not shown to the model."""
+        MODE_REQUIRED: ToolChoice._Mode.ValueType  # 3
+        """At least one tool is called; the answer is constrained to that."""
+        MODE_NAMED: ToolChoice._Mode.ValueType  # 4
+        """The tool `name` is called."""
+
+    class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
+        """What is allowed."""
+
+    MODE_UNSPECIFIED: ToolChoice.Mode.ValueType  # 0
+    """As AUTO."""
+    MODE_AUTO: ToolChoice.Mode.ValueType  # 1
+    """The model decides."""
+    MODE_NONE: ToolChoice.Mode.ValueType  # 2
+    """No tool is called; tools are not shown to the model."""
+    MODE_REQUIRED: ToolChoice.Mode.ValueType  # 3
+    """At least one tool is called; the answer is constrained to that."""
+    MODE_NAMED: ToolChoice.Mode.ValueType  # 4
+    """The tool `name` is called."""
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoice.Mode.ValueType
+    """Which of them."""
+    name: _builtins.str
+    """With NAMED: the tool's name."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoice.Mode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -255,31 +413,103 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks, as the model's template names it: usually system, user or assistant."""
     content: _builtins.str
-    """What is said."""
+    """What is said. Unset where a turn has none, e.g. an assistant's turn that only calls tools."""
+    name: _builtins.str
+    """Name of the speaker, for templates that show it. Empty: none."""
+    tool_call_id: _builtins.str
+    """In a tool's turn: the call that it answers."""
+    reasoning: _builtins.str
+    """An assistant's reasoning, for templates that show it. Empty: none."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """An assistant's calls of tools."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
-        content: _builtins.str = ...,
+        content: _builtins.str | None = ...,
+        name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
+    _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """ToolCall is a call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id of the call, unique in the conversation."""
+    name: _builtins.str
+    """The tool's name."""
+    arguments: _builtins.str
+    """Its arguments, as JSON text."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class SamplingParameters(_message.Message):
     """SamplingParameters says how each token is chosen: argmax of logit / temperature + Gumbel noise over the ids that top_k,
-    top_p and min_p keep.
+    top_p and min_p keep. What changes logits is applied in the order of transformers' processors: logit_bias, repetition_penalty,
+    banned_words, min_tokens, structured output and allowed_token_ids, banned_token_ids, presence_penalty and frequency_penalty,
+    temperature, top_k, top_p, min_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
@@ -289,6 +519,10 @@ class SamplingParameters(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy (the default). Otherwise > 0 and <= 100."""
     top_k: _builtins.int
@@ -300,11 +534,29 @@ class SamplingParameters(_message.Message):
     seed: _builtins.int
     """Seed of the noise. Unset: the router draws one; the summary returns it."""
     repetition_penalty: _builtins.float
-    """Not served yet: only 1."""
+    """Divides positive and multiplies negative logits of ids in prompt or output; > 0, at most 100. Unset: 1."""
     presence_penalty: _builtins.float
-    """Not served yet: only 0."""
+    """Subtracted from the logits of ids in the output; -2 to 2. Unset: 0."""
     frequency_penalty: _builtins.float
-    """Not served yet: only 0."""
+    """Subtracted once per occurrence in the output; -2 to 2. Unset: 0."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of token ids; each -100 to 100; at most 1024 ids."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these ids may be chosen; at most 4096. Empty: all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These ids may not be chosen; at most 4096."""
+
+    @_builtins.property
+    def banned_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that may not appear as the tokens that encode them, at the start of a word or within one; at most 256, each 1 to 256
+        characters.
+        """
+
     def __init__(
         self,
         *,
@@ -316,10 +568,14 @@ class SamplingParameters(_message.Message):
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float | None = ...,
         frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "banned_words", b"banned_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -373,9 +629,11 @@ class StopConditions(_message.Message):
     ignore_eos: _builtins.bool
     """Go on past the model's end-of-sequence tokens."""
     min_tokens: _builtins.int
-    """Not served yet: only 0."""
+    """Output tokens before which nothing ends the answer: end-of-sequence and stop ids are not chosen, stop texts not looked for.
+    At most max_tokens. Unset: 0.
+    """
     include_stop: _builtins.bool
-    """Keep the matched stop text in the answer. Not served yet."""
+    """Keep the matched stop text, or the text of the matched stop token, in the answer."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the answer; they are not part of it. At most 16, each 1 to 256 characters."""
@@ -459,6 +717,7 @@ class GenerateResponse(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delta]:
         """New text and tokens, in order."""
@@ -471,20 +730,89 @@ class GenerateResponse(_message.Message):
     def summary(self) -> Global___Summary:
         """Set in the last message only."""
 
+    @_builtins.property
+    def prompt(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredToken]:
+        """With prompt_logprobs: the prompt's tokens in order, before the first delta; may come in several messages."""
+
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___Delta] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         summary: Global___Summary | None = ...,
+        prompt: _abc.Iterable[Global___ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "finished", b"finished", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "finished", b"finished", "prompt", b"prompt", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class ScoredToken(_message.Message):
+    """ScoredToken is a token with its log-probability and the alternatives to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token."""
+    logprob: _builtins.float
+    """Its natural log-probability under the model's unmodified distribution. Unset for a prompt's first token."""
+    @_builtins.property
+    def top(self) -> Global___TopLogprobs:
+        """The most likely tokens of that position, best first."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float | None = ...,
+        top: Global___TopLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+
+Global___ScoredToken: _TypeAlias = ScoredToken  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """TopLogprobs is the most likely tokens of one position, best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-probability of each, under the model's unmodified distribution."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
@@ -496,10 +824,15 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Sequence index, 0 to n - 1."""
     text: _builtins.str
     """New text; concatenated over all deltas it is the answer. Never part of a character."""
+    reasoning: _builtins.str
+    """New text of the model's reasoning; it is not part of `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -508,6 +841,14 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural log-probability of each new token under the model's unmodified distribution; same length as token_ids."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """With top_logprobs: the most likely tokens at each new token's position; same length as token_ids."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """What tool calls gained; it is not part of `text`."""
+
     def __init__(
         self,
         *,
@@ -515,14 +856,51 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reasoning", b"reasoning", "sequence", b"sequence", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """ToolCallDelta is what one tool call gained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The call's place in the answer, from 0."""
+    id: _builtins.str
+    """In the call's first delta: its id."""
+    name: _builtins.str
+    """In the call's first delta: the tool's name, whole."""
+    arguments: _builtins.str
+    """More of its arguments; concatenated they are JSON text."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
@@ -695,6 +1073,139 @@ class ProcessInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProcessInfo: _TypeAlias = ProcessInfo  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    """TokenizeRequest is an input as Generate takes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest."""
+    text: _builtins.str
+    """Plain text."""
+    add_special_tokens: _builtins.bool
+    """Whether the special tokens that the tokenizer adds by itself are added to `text`. Unset: true, as Generate does."""
+    @_builtins.property
+    def chat(self) -> Global___ChatInput:
+        """A conversation."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        chat: Global___ChatInput | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "input", b"input", "model", b"model", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """TokenizeResponse is the tokens of an input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    max_model_len: _builtins.int
+    """Longest prompt plus answer, tokens; 0 while no node is ready."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The vocabulary's own name of each."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.str] | None = ...,
+        max_model_len: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """DetokenizeRequest is token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest."""
+    show_special_tokens: _builtins.bool
+    """Whether special tokens are shown. Unset: false."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        show_special_tokens: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_show_special_tokens", b"_show_special_tokens", "show_special_tokens", b"show_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_show_special_tokens", b"_show_special_tokens", "model", b"model", "show_special_tokens", b"show_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__show_special_tokens: _TypeAlias = _typing.Literal["show_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__show_special_tokens: _TypeAlias = _typing.Literal["_show_special_tokens", b"_show_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__show_special_tokens) -> _WhichOneofReturnType__show_special_tokens | None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """DetokenizeResponse is the text of token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """The text; bytes that are no UTF-8 are U+FFFD."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

@@ -40,6 +40,16 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Tokenize',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Detokenize',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pdserve.v1.InferenceService/ListModels',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -60,6 +70,20 @@ class InferenceServiceServicer:
         """Generate streams the answer to one prompt: deltas, then exactly one `finished` per sequence, then exactly one
         `summary`, which is the last message. With `stream = false` all of it arrives in one message.
         Errors are gRPC status codes with google.rpc details (ErrorInfo; BadRequest naming the field; RetryInfo on overload).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Tokenize returns the token ids that Generate would compute for the same input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize returns the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +110,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -126,6 +160,60 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Generate',
             pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Tokenize',
+            pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Detokenize',
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,10 @@ class InferenceServiceStub:
     `summary`, which is the last message. With `stream = false` all of it arrives in one message.
     Errors are gRPC status codes with google.rpc details (ErrorInfo; BadRequest naming the field; RetryInfo on overload).
     """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Tokenize returns the token ids that Generate would compute for the same input."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Detokenize returns the text of token ids."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """ListModels names the models that this router serves."""
     GetClusterState: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetClusterStateRequest, _inference_pb2.GetClusterStateResponse]
@@ -53,6 +57,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     `summary`, which is the last message. With `stream = false` all of it arrives in one message.
     Errors are gRPC status codes with google.rpc details (ErrorInfo; BadRequest naming the field; RetryInfo on overload).
     """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize returns the token ids that Generate would compute for the same input."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize returns the text of token ids."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels names the models that this router serves."""
     GetClusterState: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetClusterStateRequest, _inference_pb2.GetClusterStateResponse]  # type: ignore[assignment]
@@ -71,6 +79,22 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         `summary`, which is the last message. With `stream = false` all of it arrives in one message.
         Errors are gRPC status codes with google.rpc details (ErrorInfo; BadRequest naming the field; RetryInfo on overload).
         """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Tokenize returns the token ids that Generate would compute for the same input."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """Detokenize returns the text of token ids."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    """Never sent."""
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """JSON Schema."""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 2
+    """Regular expression."""
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 3
+    """Lark."""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper):
+    """GrammarKind is the notation of a grammar."""
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+"""Never sent."""
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""JSON Schema."""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
+"""Regular expression."""
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 3
+"""Lark."""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 class _LegOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -255,6 +283,11 @@ class Submit(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Router-local session number; the key of the session together with the router's incarnation."""
     attempt: _builtins.int
@@ -277,6 +310,16 @@ class Submit(_message.Message):
     """Time left until the client's deadline, seconds; 0: none."""
     age_s: _builtins.float
     """Time since the request reached the router, seconds; orders waiting requests by original age."""
+    num_sequences: _builtins.int
+    """Number of sequences that continue the one context; 0 means 1. They share its blocks, and each ends on its own."""
+    first_sequence: _builtins.int
+    """Index of the first of them in the request; a resumed sequence keeps its index."""
+    min_tokens: _builtins.int
+    """Absolute number of output tokens before which no EOS or stop id may be chosen."""
+    top_logprobs: _builtins.int
+    """Number of most likely tokens to report per output position."""
+    prompt_logprobs: _builtins.bool
+    """Report the prompt's log-probabilities (prefill node)."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt ids, from index 0."""
@@ -313,10 +356,15 @@ class Submit(_message.Message):
         ignore_eos: _builtins.bool = ...,
         deadline_s: _builtins.float = ...,
         age_s: _builtins.float = ...,
+        num_sequences: _builtins.int = ...,
+        first_sequence: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        top_logprobs: _builtins.int = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "decode_incarnation", b"decode_incarnation", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_prompt_ids", b"num_prompt_ids", "output_ids", b"output_ids", "prefill_incarnation", b"prefill_incarnation", "prompt_ids", b"prompt_ids", "request_label", b"request_label", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "deadline_s", b"deadline_s", "decode_incarnation", b"decode_incarnation", "first_sequence", b"first_sequence", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "num_prompt_ids", b"num_prompt_ids", "num_sequences", b"num_sequences", "output_ids", b"output_ids", "prefill_incarnation", b"prefill_incarnation", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_label", b"request_label", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "top_logprobs", b"top_logprobs", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,11 +408,39 @@ class NodeSampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy."""
     top_k: _builtins.int
@@ -375,6 +451,32 @@ class NodeSampling(_message.Message):
     """In [0, 1)."""
     seed: _builtins.int
     """Key of the noise."""
+    repetition_penalty: _builtins.float
+    """> 0; 0 means 1."""
+    presence_penalty: _builtins.float
+    """Subtracted from ids in the output."""
+    frequency_penalty: _builtins.float
+    """Subtracted once per occurrence in the output."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to logits."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these may be chosen; empty: all."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These may not be chosen."""
+
+    @_builtins.property
+    def banned_sequences(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
+        """Sequences of ids of which none may appear in the output."""
+
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """Constrains the output. Unset: nothing does."""
+
     def __init__(
         self,
         *,
@@ -383,14 +485,48 @@ class NodeSampling(_message.Message):
         top_p: _builtins.float = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        banned_sequences: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "banned_sequences", b"banned_sequences", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeSampling: _TypeAlias = NodeSampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """Grammar is a language that an output must belong to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    """Its notation."""
+    text: _builtins.str
+    """Its text."""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -401,22 +537,28 @@ class Cancel(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """As in Submit."""
     attempt: _builtins.int
     """As in Submit."""
     reason: _builtins.str
     """Why, for logs."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """End only these sequences, by index; the leg goes on with the others. Empty: the whole leg."""
+
     def __init__(
         self,
         *,
         session_id: _builtins.int = ...,
         attempt: _builtins.int = ...,
         reason: _builtins.str = ...,
+        sequences: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "sequences", b"sequences", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -757,12 +899,13 @@ class SequenceTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """As in Submit."""
     attempt: _builtins.int
     """As in Submit."""
     sequence: _builtins.int
-    """Sequence index; 0."""
+    """Sequence index in the request."""
     first_index: _builtins.int
     """Absolute output index of the first of token_ids."""
     finish_reason: _inference_pb2.FinishReason.ValueType
@@ -775,6 +918,10 @@ class SequenceTokens(_message.Message):
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural log-probability of each."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprobs]:
+        """With top_logprobs: one per token."""
+
     def __init__(
         self,
         *,
@@ -785,10 +932,11 @@ class SequenceTokens(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
+        top_logprobs: _abc.Iterable[_inference_pb2.TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,6 +955,7 @@ class LegEvent(_message.Message):
     ADOPTED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """As in Submit."""
     attempt: _builtins.int
@@ -831,6 +980,10 @@ class LegEvent(_message.Message):
     def released(self) -> Global___LegReleased:
         """Either: nothing of the leg is left on the node. Always the last event of a leg."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___LegPromptLogprobs:
+        """Prefill node: scores of prompt tokens; may come in several events, all before `first_token`."""
+
     def __init__(
         self,
         *,
@@ -841,16 +994,51 @@ class LegEvent(_message.Message):
         adopted: Global___LegAdopted | None = ...,
         ended: Global___LegEnded | None = ...,
         released: Global___LegReleased | None = ...,
+        prompt_logprobs: Global___LegPromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "ended", b"ended", "event", b"event", "first_token", b"first_token", "granted", b"granted", "released", b"released"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "ended", b"ended", "event", b"event", "first_token", b"first_token", "granted", b"granted", "prompt_logprobs", b"prompt_logprobs", "released", b"released"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "attempt", b"attempt", "ended", b"ended", "event", b"event", "first_token", b"first_token", "granted", b"granted", "released", b"released", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "attempt", b"attempt", "ended", b"ended", "event", b"event", "first_token", b"first_token", "granted", b"granted", "prompt_logprobs", b"prompt_logprobs", "released", b"released", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["granted", "first_token", "adopted", "ended", "released"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["granted", "first_token", "adopted", "ended", "released", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___LegEvent: _TypeAlias = LegEvent  # noqa: Y015
+
+@_typing.final
+class LegPromptLogprobs(_message.Message):
+    """LegPromptLogprobs is the scores of consecutive prompt tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Position of the first of them; position 0 has no score and is never sent."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log-probability of each prompt token given those before it."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TopLogprobs]:
+        """With top_logprobs: one per token."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[_inference_pb2.TopLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start", b"start", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LegPromptLogprobs: _TypeAlias = LegPromptLogprobs  # noqa: Y015
 
 @_typing.final
 class LegGranted(_message.Message):
@@ -885,8 +1073,9 @@ class FirstToken(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Sequence index; 0."""
+    """Sequence index in the request."""
     index: _builtins.int
     """Absolute output index: the number of output_ids of the submit."""
     token_id: _builtins.int
@@ -895,6 +1084,10 @@ class FirstToken(_message.Message):
     """Its natural log-probability."""
     finish_reason: _inference_pb2.FinishReason.ValueType
     """Set when it ended the sequence: STOP or LENGTH."""
+    @_builtins.property
+    def top_logprobs(self) -> _inference_pb2.TopLogprobs:
+        """With top_logprobs."""
+
     def __init__(
         self,
         *,
@@ -903,10 +1096,11 @@ class FirstToken(_message.Message):
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
+        top_logprobs: _inference_pb2.TopLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprob", b"logprob", "sequence", b"sequence", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprob", b"logprob", "sequence", b"sequence", "token_id", b"token_id", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

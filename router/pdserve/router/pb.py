@@ -12,7 +12,23 @@ from pdserve.core.errors import InvalidRequest
 from pdserve.core.work import FinishReason
 from pdserve.router.instructions import Answer, Finish
 from pdserve.router.output import Shown
-from pdserve.router.request import ChatInput, ChatTurn, GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.request import (
+    ChatInput,
+    ChatTurn,
+    ChoiceOutput,
+    GenerateCall,
+    GrammarOutput,
+    JsonObjectOutput,
+    JsonSchemaOutput,
+    PromptInput,
+    RegexOutput,
+    StructuredOutput,
+    TextInput,
+    TokenInput,
+    ToolCall,
+    ToolMode,
+    ValidRequest,
+)
 from pdserve.router.timeline import SCHEMA_VERSION, NodeDuration, Timeline
 from pdserve.rpc.process import process_to_pb
 from pdserve.v1 import inference_pb2, timeline_pb2
@@ -43,12 +59,11 @@ def parse_generate(raw: bytes, max_bytes: int) -> GenerateCall:
 
 def call_from_pb(message: inference_pb2.GenerateRequest) -> GenerateCall:
     """Return the call as plain values; fields that were not set are None."""
-    sampling, stop, chat = message.sampling, message.stop, message.chat
+    sampling, stop = message.sampling, message.stop
     return GenerateCall(
         request_id=message.request_id,
         model=message.model,
         input=_input_from_pb(message),
-        tools=tuple(chat.tools),
         temperature=sampling.temperature if sampling.HasField("temperature") else None,
         top_k=sampling.top_k if sampling.HasField("top_k") else None,
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
@@ -57,6 +72,10 @@ def call_from_pb(message: inference_pb2.GenerateRequest) -> GenerateCall:
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
         presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
         frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        banned_token_ids=tuple(sampling.banned_token_ids),
+        banned_words=tuple(sampling.banned_words),
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         stop=tuple(stop.stop),
         stop_token_ids=tuple(stop.stop_token_ids),
@@ -70,6 +89,7 @@ def call_from_pb(message: inference_pb2.GenerateRequest) -> GenerateCall:
         stream=message.stream if message.HasField("stream") else None,
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        structured_output=_structured_from_pb(message.structured_output),
         unknown_fields=tuple(_unknown_fields(message, "")),
     )
 
@@ -170,9 +190,46 @@ def _input_from_pb(message: inference_pb2.GenerateRequest) -> PromptInput | None
         case "token_ids":
             return TokenInput(tuple(message.token_ids.ids))
         case "chat":
-            chat = message.chat
-            opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            return ChatInput(tuple(ChatTurn(turn.role, turn.content) for turn in chat.messages), opens)
+            return _chat_from_pb(message.chat)
+        case _:
+            return None
+
+
+def _chat_from_pb(chat: inference_pb2.ChatInput) -> ChatInput:
+    return ChatInput(
+        turns=tuple(
+            ChatTurn(
+                role=turn.role,
+                content=turn.content if turn.HasField("content") else None,
+                name=turn.name,
+                tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+                tool_call_id=turn.tool_call_id,
+                reasoning=turn.reasoning,
+            )
+            for turn in chat.messages
+        ),
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+        tools=tuple(chat.tools),
+        continue_final_message=chat.continue_final_message,
+        template_arguments=chat.template_arguments,
+        tool_mode=ToolMode(chat.tool_choice.mode or ToolMode.AUTO),
+        tool_name=chat.tool_choice.name,
+        parse_output=chat.parse_output if chat.HasField("parse_output") else None,
+    )
+
+
+def _structured_from_pb(message: inference_pb2.StructuredOutput) -> StructuredOutput | None:
+    match message.WhichOneof("language"):
+        case "json_schema":
+            return JsonSchemaOutput(message.json_schema)
+        case "json_object" if message.json_object:
+            return JsonObjectOutput()
+        case "regex":
+            return RegexOutput(message.regex)
+        case "choice":
+            return ChoiceOutput(tuple(message.choice.texts))
+        case "grammar":
+            return GrammarOutput(message.grammar)
         case _:
             return None
 

@@ -1,6 +1,7 @@
 """A client's request before and after validation. Values only; `validation` turns the first form into the second."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from pdserve.core.work import Sampling
 
@@ -20,22 +21,90 @@ class TokenInput:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """An assistant's call of a tool; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One turn of a conversation."""
+    """One turn of a conversation. `content` is None where the turn has none."""
 
     role: str
-    content: str
+    content: str | None
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+
+class ToolMode(IntEnum):
+    """Whether tools must be called; the values are those of the contract."""
+
+    AUTO = 1
+    NONE = 2
+    REQUIRED = 3
+    NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation, oldest turn first. `add_generation_prompt` opens the assistant's turn."""
+    """A conversation, oldest turn first.
+
+    `add_generation_prompt` opens the assistant's turn (None: unless the last message is continued); `tools` and
+    `template_arguments` are JSON text; `tool_name` goes with `ToolMode.NAMED`.
+    """
 
     turns: tuple[ChatTurn, ...]
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    tools: tuple[str, ...] = ()
+    continue_final_message: bool = False
+    template_arguments: str = ""
+    tool_mode: ToolMode = ToolMode.AUTO
+    tool_name: str = ""
+    parse_output: bool | None = None
 
 
 PromptInput = TextInput | TokenInput | ChatInput
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchemaOutput:
+    """The answer is JSON that this schema, as JSON text, accepts."""
+
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class JsonObjectOutput:
+    """The answer is any JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegexOutput:
+    """The whole answer matches this regular expression."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutput:
+    """The answer is one of these texts."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarOutput:
+    """The answer belongs to this grammar, in Lark's or GBNF's notation."""
+
+    grammar: str
+
+
+StructuredOutput = JsonSchemaOutput | JsonObjectOutput | RegexOutput | ChoiceOutput | GrammarOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +114,6 @@ class GenerateCall:
     request_id: str = ""
     model: str = ""
     input: PromptInput | None = None
-    tools: tuple[str, ...] = ()
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -54,6 +122,10 @@ class GenerateCall:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    banned_words: tuple[str, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -67,6 +139,7 @@ class GenerateCall:
     stream: bool | None = None
     top_logprobs: int | None = None
     prompt_logprobs: bool | None = None
+    structured_output: StructuredOutput | None = None
     unknown_fields: tuple[str, ...] = ()
 
 
@@ -83,3 +156,8 @@ class ValidRequest:
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     ignore_eos: bool = False
     stream: bool = True
+    n: int = 1
+    min_tokens: int = 0
+    include_stop: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False

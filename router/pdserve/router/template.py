@@ -30,7 +30,7 @@ class ChatTemplate:
             rendered: Any = render_jinja_template(
                 conversations=[messages],
                 chat_template=self._source,
-                add_generation_prompt=chat.add_generation_prompt,
+                add_generation_prompt=chat.add_generation_prompt is not False,
                 **cast("dict[str, Any]", self._special_tokens),
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

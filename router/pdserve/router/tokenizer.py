@@ -43,7 +43,7 @@ class TextModel:
             case TextInput(text):
                 num_chars, field = len(text), "text"
             case ChatInput():
-                num_chars, field = sum(len(turn.content) for turn in given.turns), "chat"
+                num_chars, field = sum(len(turn.content or "") for turn in given.turns), "chat"
             case _:
                 return
         most = max_tokens * self.longest_token_chars
