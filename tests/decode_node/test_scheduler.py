@@ -20,7 +20,7 @@ from pdserve.decode_node.scheduler import (
     StepPlan,
 )
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, SequenceEvent, SequenceState
-from pdserve.engine.batch import RowFailed
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
 from tests.node.works import leg, transfer, work
@@ -47,12 +47,16 @@ def adopt(target: DecodeScheduler, number: int, **of_work: int) -> list[Instruct
     return told + target.transfer_closed(transfer(number), 0.5)
 
 
+def answer(token_id: int = 7) -> ChunkResult:
+    return ChunkResult((Chosen(token_id, -0.1),))
+
+
 def step(target: DecodeScheduler, token_id: int = 7) -> tuple[list[int], list[Instruction]]:
     """Plan and finish one step; the sessions that ran, and every instruction."""
     plan, told = target.plan(1.0)
     if plan is None:
         return [], told
-    told = told + target.step_done(plan, [(token_id, -0.1)] * len(plan.sequences), 0.1, 1.1)
+    told = told + target.step_done(plan, [answer(token_id)] * len(plan.sequences), 0.1, 1.1)
     return [sequence.work.leg.session.session_id for sequence in plan.sequences], told
 
 
@@ -215,7 +219,7 @@ def test_cancel_during_a_step_frees_blocks_only_after_it() -> None:
     assert plan is not None
     assert kinds(target.cancel(leg(1), LegOutcome.CANCELLED, "client", 1.0)) == [ReportEnd]
     assert target._pool.num_free < 16
-    assert kinds(target.step_done(plan, [(7, -0.1)], 0.1, 1.1)) == [ReportRelease]
+    assert kinds(target.step_done(plan, [answer()], 0.1, 1.1)) == [ReportRelease]
     assert target._pool.num_free == 16
 
 
@@ -225,7 +229,7 @@ def test_a_row_without_a_token_ends_its_own_sequence_only() -> None:
     adopt(target, 2)
     plan, _ = target.plan(1.0)
     assert plan is not None
-    told = target.step_done(plan, [RowFailed("logits are not finite"), (7, -0.1)], 0.1, 1.1)
+    told = target.step_done(plan, [ChunkResult((RowFailed("logits are not finite"),)), answer()], 0.1, 1.1)
     assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
     assert told[-1] == ReportToken(leg(2), SampledToken(1, 7, -0.1))
 
@@ -294,7 +298,7 @@ def test_any_order_of_events_keeps_the_books(  # long: one world of events, read
     def finish_step() -> None:
         nonlocal running
         if running is not None:
-            take(target.step_done(running, [(7, -0.1)] * len(running.sequences), 0.1, 1.0))
+            take(target.step_done(running, [answer()] * len(running.sequences), 0.1, 1.0))
         running = None
 
     def close(number: int) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.work import LegOutcome
-from pdserve.engine.batch import RowFailed
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
 from pdserve.prefill_node.job import JOB_TABLE, JobEvent, JobState
@@ -26,7 +26,8 @@ from pdserve.prefill_node.scheduler import (
 from tests.node.works import leg, transfer, work
 
 EOS = 2
-TOKEN = (7, -0.25)
+TOKEN = ChunkResult((Chosen(7, -0.25),))
+NOTHING = ChunkResult()
 
 
 def scheduler(blocks: int = 16, *, budget: int = 16, ahead: int = 4, hold: Hold | None = None) -> PrefillScheduler:
@@ -36,15 +37,13 @@ def scheduler(blocks: int = 16, *, budget: int = 16, ahead: int = 4, hold: Hold 
     return PrefillScheduler(limits, BlockPool(blocks), frozenset({EOS}), hold)
 
 
-def step(
-    target: PrefillScheduler, token: tuple[int, float] = TOKEN
-) -> tuple[list[tuple[int, range]], list[Instruction]]:
+def step(target: PrefillScheduler, result: ChunkResult = TOKEN) -> tuple[list[tuple[int, range]], list[Instruction]]:
     """Plan and finish one step; the chunks as (session, tokens), and every instruction."""
     plan, before = target.plan(1.0)
     if plan is None:
         return [], before
-    sampled = [token if chunk.samples else None for chunk in plan.chunks]
-    after = target.step_done(plan, sampled, 0.1, 1.1)
+    results = [result if chunk.samples else NOTHING for chunk in plan.chunks]
+    after = target.step_done(plan, results, 0.1, 1.1)
     return [(chunk.job.work.leg.session.session_id, chunk.tokens) for chunk in plan.chunks], before + after
 
 
@@ -107,7 +106,7 @@ def test_a_sequence_that_ends_at_its_first_token_is_never_committed(token: int) 
     target = scheduler()
     target.submit(work(1, stop_token_ids=frozenset({9})), 0.0)
     target.granted(transfer(1), 0.0)
-    _, instructions = step(target, (token, -0.1))
+    _, instructions = step(target, ChunkResult((Chosen(token, -0.1),)))
     assert kinds(instructions) == [BindBlocks, ReportFirstToken, AbortTransfer, ReportEnd]
     assert AbortTransfer(transfer(1), "finished", finished=True) in instructions
     assert kinds(target.transfer_closed(transfer(1), 0, 0, 0.0, 2.0)) == [ReportRelease]
@@ -165,7 +164,7 @@ def test_a_row_without_a_token_ends_its_own_prompt_only() -> None:
         target.granted(transfer(number), 0.0)
     plan, _ = target.plan(1.0)
     assert plan is not None
-    told = target.step_done(plan, [RowFailed("logits are not finite"), TOKEN], 0.1, 1.1)
+    told = target.step_done(plan, [ChunkResult((RowFailed("logits are not finite"),)), TOKEN], 0.1, 1.1)
     assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
     assert kinds(told)[-2:] == [ReportFirstToken, CommitTransfer]
 
@@ -251,7 +250,7 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], bloc
     def finish_step() -> None:
         nonlocal running
         if running is not None:
-            take(target.step_done(running, [TOKEN if c.samples else None for c in running.chunks], 0.1, 1.0))
+            take(target.step_done(running, [TOKEN if c.samples else NOTHING for c in running.chunks], 0.1, 1.0))
         running = None
 
     for number, event in events:
