@@ -13,6 +13,7 @@ from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
+from pdserve.kernels.sampling import SampledRow
 from tests.architectures.handover import Corridor
 from tests.architectures.reference import NUM_NEW_TOKENS, Reference
 
@@ -20,7 +21,7 @@ PREFILL_BLOCK_SIZE = 4
 DECODE_BLOCK_SIZE = 7
 CHUNK_TOKENS = 4
 NUM_BLOCKS = 40
-GREEDY = Sampling()
+GREEDY_ROW = (SampledRow(Sampling(), 0, 0),)
 TOLERANCE = 1e-3
 
 
@@ -95,7 +96,7 @@ def _prefill(side: Side, prompts: Sequence[tuple[int, ...]], corridor: Corridor)
                 prompts[index][span.start : span.stop],
                 span.start,
                 side.leases[index].block_ids,
-                GREEDY if span.stop == len(prompts[index]) else None,
+                GREEDY_ROW if span.stop == len(prompts[index]) else (),
             )
             for index, span in spans.items()
         ]
@@ -118,7 +119,7 @@ def _decode(
     for _ in range(NUM_NEW_TOKENS - 1):
         chunks = [
             SequenceChunk(
-                (tokens[index][-1],), len(prompt) + len(tokens[index]) - 1, side.leases[index].block_ids, GREEDY
+                (tokens[index][-1],), len(prompt) + len(tokens[index]) - 1, side.leases[index].block_ids, GREEDY_ROW
             )
             for index, prompt in enumerate(prompts)
         ]

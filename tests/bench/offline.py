@@ -7,9 +7,10 @@ import torch
 
 from pdserve.core.models import DEFAULT_MODEL, resolve_model_dir
 from pdserve.core.work import Sampling
-from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.batch import Chosen, SequenceChunk, StepResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
+from pdserve.kernels.sampling import SampledRow
 
 CONTEXT = 256
 STEPS = 32
@@ -39,21 +40,23 @@ def _ours(batch: int) -> float:
     pool = BlockPool(blocks)
     leases = [pool.lease((CONTEXT + STEPS + WARM_UP) // 16 + 1, str(n)) for n in range(batch)]
     prompts = [tuple((7 * i + n) % 40_000 + 100 for i in range(CONTEXT)) for n in range(batch)]
-    last = []
+    last: list[int] = []
     for prompt, lease in zip(prompts, leases, strict=True):
-        [token] = engine.step([SequenceChunk(prompt, 0, lease.block_ids, Sampling())]).tokens
-        assert isinstance(token, tuple)
-        last.append(token[0])
+        last += _tokens(engine.step([SequenceChunk(prompt, 0, lease.block_ids, (SampledRow(Sampling(), 0, 0),))]))
     began_s = 0.0
     for step in range(STEPS + WARM_UP):
         if step == WARM_UP:
             began_s = time.perf_counter()
         chunks = [
-            SequenceChunk((token,), CONTEXT + step, lease.block_ids, Sampling(), next_index=step + 1)
+            SequenceChunk((token,), CONTEXT + step, lease.block_ids, (SampledRow(Sampling(), 0, step + 1),))
             for token, lease in zip(last, leases, strict=True)
         ]
-        last = [token[0] for token in engine.step(chunks).tokens if isinstance(token, tuple)]
+        last = _tokens(engine.step(chunks))
     return batch * STEPS / (time.perf_counter() - began_s)
+
+
+def _tokens(result: StepResult) -> list[int]:
+    return [choice.token_id for chunk in result.chunks for choice in chunk.choices if isinstance(choice, Chosen)]
 
 
 @torch.inference_mode()

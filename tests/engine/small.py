@@ -7,12 +7,14 @@ from torch import Tensor
 
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.work import Sampling
-from pdserve.engine.batch import Choice, RowFailed, SequenceChunk
+from pdserve.engine.batch import Choice, Chosen, SequenceChunk, StepResult
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
+from pdserve.kernels.sampling import SampledRow
 from tests.architectures.tiny import ARCHITECTURES, build
 
 GREEDY = Sampling()
+GREEDY_ROW = (SampledRow(GREEDY, 0, 0),)
 
 
 @cache
@@ -52,21 +54,26 @@ class Generation:
         known = (*self.prompt, *self.output)
         start, stop = self.num_computed, min(len(known), self.num_computed + budget)
         self.num_computed = stop
-        sampling = self.sampling if stop == len(known) else None
-        return SequenceChunk(known[start:stop], start, self.block_ids, sampling, next_index=len(self.output))
+        samples = (SampledRow(self.sampling, 0, len(self.output)),) if stop == len(known) else ()
+        return SequenceChunk(known[start:stop], start, self.block_ids, samples)
 
-    def accept(self, token: Choice) -> None:
-        assert not isinstance(token, RowFailed)
-        if token is not None:
-            self.output.append(token[0])
+    def accept(self, choice: Choice | None) -> None:
+        if choice is not None:
+            assert isinstance(choice, Chosen), choice.reason
+            self.output.append(choice.token_id)
+
+
+def first_choices(result: StepResult) -> list[Choice | None]:
+    """Return what each chunk's first sampled row got, or None for a chunk that sampled none."""
+    return [chunk.choices[0] if chunk.choices else None for chunk in result.chunks]
 
 
 def generate(engine: Engine, generations: Sequence[Generation], num_tokens: int, budget: int = 1 << 30) -> None:
     """Step all together until each has `num_tokens` of output."""
     while pending := [generation for generation in generations if len(generation.output) < num_tokens]:
         result = engine.step([generation.next_chunk(budget) for generation in pending])
-        for generation, token in zip(pending, result.tokens, strict=True):
-            generation.accept(token)
+        for generation, choice in zip(pending, first_choices(result), strict=True):
+            generation.accept(choice)
 
 
 def prompt_logits(engine: Engine, prompt: tuple[int, ...], budget: int, first_block: int = 0) -> Tensor:

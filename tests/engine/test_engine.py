@@ -7,9 +7,20 @@ import torch
 
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.work import Sampling
-from pdserve.engine.batch import RowFailed, SequenceChunk, StepResult
+from pdserve.engine.batch import Chosen, ChunkResult, RowFailed, SequenceChunk, StepResult
 from pdserve.engine.engine import Engine
-from tests.engine.small import GREEDY, Generation, generate, model_of, prompt_logits, prompt_of, small_engine
+from pdserve.kernels.sampling import SampledRow
+from tests.engine.small import (
+    GREEDY,
+    GREEDY_ROW,
+    Generation,
+    first_choices,
+    generate,
+    model_of,
+    prompt_logits,
+    prompt_of,
+    small_engine,
+)
 
 ATOL = 2e-5
 
@@ -55,7 +66,7 @@ def test_a_step_is_one_forward_whatever_it_holds() -> None:
     ]
     result = engine.step(chunks)
     assert engine.num_forwards == 2
-    assert [token is None for token in result.tokens] == [False] * 6 + [True] * 2
+    assert [choice is None for choice in first_choices(result)] == [False] * 6 + [True] * 2
 
 
 def test_sixteen_sequences_of_64_tokens_take_as_many_forwards_as_one() -> None:
@@ -80,13 +91,13 @@ def test_layers_are_reported_when_written_and_before_the_next_runs() -> None:
             filled.append(any(wire))
         seen.append(filled)
 
-    engine.step([SequenceChunk(prompt, 0, [7, 8], GREEDY)], on_layer)
+    engine.step([SequenceChunk(prompt, 0, [7, 8], GREEDY_ROW)], on_layer)
     assert seen == [[other <= layer for other in layers] for layer in layers]
 
 
-def test_a_chunk_without_sampling_answers_none_and_a_step_of_nothing_nothing() -> None:
+def test_a_chunk_without_samples_answers_nothing_and_a_step_of_nothing_nothing() -> None:
     engine = small_engine()
-    assert engine.step([SequenceChunk(prompt_of(3), 0, [0])]) == StepResult((None,))
+    assert engine.step([SequenceChunk(prompt_of(3), 0, [0])]) == StepResult((ChunkResult(),))
     assert engine.step([]) == StepResult(())
 
 
@@ -95,9 +106,9 @@ def test_log_probabilities_are_of_the_raw_distribution() -> None:
     prompt = prompt_of(9)
     expected = torch.log_softmax(prompt_logits(engine, prompt, 9), dim=-1)
     sampling = Sampling(temperature=2.0, top_k=50, seed=3)
-    (answer,) = engine.step([SequenceChunk(prompt, 0, [20, 21, 22], sampling)]).tokens
-    assert isinstance(answer, tuple)
-    assert answer[1] == pytest.approx(float(expected[answer[0]]), abs=1e-5)
+    (answer,) = first_choices(engine.step([SequenceChunk(prompt, 0, [20, 21, 22], (SampledRow(sampling, 0, 0),))]))
+    assert isinstance(answer, Chosen)
+    assert answer.logprob == pytest.approx(float(expected[answer.token_id]), abs=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_p=0.9, min_p=0.05, seed=4)])
@@ -111,7 +122,7 @@ def test_broken_kv_fails_its_own_sequence_only(sampling: Sampling) -> None:
     generations = [Generation(engine, prompt_of(9, index), 10 * index, sampling) for index in range(3)]
     generate(engine, generations, 1)
     engine.poison(generations[1].block_ids[:1])
-    first, broken, last = engine.step([generation.next_chunk() for generation in generations]).tokens
+    first, broken, last = first_choices(engine.step([generation.next_chunk() for generation in generations]))
     assert isinstance(broken, RowFailed)
     generations[0].accept(first)
     generations[2].accept(last)
@@ -196,19 +207,19 @@ def test_chunks_that_do_not_fit_are_refused_before_the_forward(chunk: SequenceCh
     with pytest.raises(ValueError, match=message):
         engine.step([chunk])
     assert engine.num_forwards == 0
-    assert engine.step([SequenceChunk((1,), 0, [0], GREEDY)]).tokens[0] is not None
+    assert first_choices(engine.step([SequenceChunk((1,), 0, [0], GREEDY_ROW)])) != [None]
 
 
 def test_a_step_inside_a_step_is_a_fault_of_ours() -> None:
     engine = small_engine()
-    chunk = SequenceChunk((1, 2), 0, [0], GREEDY)
+    chunk = SequenceChunk((1, 2), 0, [0], GREEDY_ROW)
 
     def again(_: int) -> None:
         engine.step([chunk])
 
     with pytest.raises(InternalError, match="another was running"):
         engine.step([chunk], again)
-    assert engine.step([chunk]).tokens[0] is not None
+    assert first_choices(engine.step([chunk])) != [None]
 
 
 def test_lengths_beyond_the_model_are_refused() -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from pdserve.core.layout import num_blocks_for
-from pdserve.engine.batch import RowFailed, SequenceChunk
+from pdserve.engine.batch import Chosen, SequenceChunk
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.engine.engine import Engine
-from tests.engine.small import GREEDY
+from tests.engine.small import GREEDY_ROW, first_choices
 from tests.goldens.goldens import LOGPROB_TOLERANCE, MAX_NEW_TOKENS, Golden, load_goldens
 from tests.goldens.model import default_model_dir
 
@@ -32,11 +32,11 @@ class Serving:
         known = (*self.golden.prompt_ids, *self.tokens)
         start, stop = self._num_computed, min(len(known), self._num_computed + budget)
         self._num_computed = stop
-        return SequenceChunk(known[start:stop], start, self.lease.block_ids, GREEDY if stop == len(known) else None)
+        return SequenceChunk(known[start:stop], start, self.lease.block_ids, GREEDY_ROW if stop == len(known) else ())
 
-    def accept(self, answer: tuple[int, float]) -> None:
-        self.tokens.append(answer[0])
-        self.logprobs.append(answer[1])
+    def accept(self, choice: Chosen) -> None:
+        self.tokens.append(choice.token_id)
+        self.logprobs.append(choice.logprob)
 
     @property
     def is_done(self) -> bool:
@@ -67,10 +67,10 @@ def serve(engine: Engine, pool: BlockPool, goldens: Sequence[Golden], most_at_on
             running.append(Serving(golden, pool.lease(size, golden.name)))
         share = max(1, CHUNK_BUDGET // len(running))
         result = engine.step([serving.next_chunk(share) for serving in running])
-        for serving, answer in zip(list(running), result.tokens, strict=True):
-            assert not isinstance(answer, RowFailed)
-            if answer is not None:
-                serving.accept(answer)
+        for serving, choice in zip(list(running), first_choices(result), strict=True):
+            if choice is not None:
+                assert isinstance(choice, Chosen), choice.reason
+                serving.accept(choice)
             if serving.is_done:
                 assert tuple(serving.tokens) == serving.golden.tokens, serving.golden.name
                 assert serving.logprobs == pytest.approx(serving.golden.logprobs, abs=LOGPROB_TOLERANCE), (
