@@ -24,6 +24,7 @@ from pdserve.router.instructions import (
     CancelLeg,
     Close,
     Deliver,
+    DeliverPrompt,
     Fail,
     Finish,
     Instruction,
@@ -92,7 +93,10 @@ class World:
                     assert (instruction.decode is None) == (self.max_tokens - len(instruction.output_ids) == 1)
                     assert (instruction.transfer_id is None) == (instruction.decode is None)
                     self.submit = instruction
-                case Deliver(shown):
+                case DeliverPrompt(_):
+                    assert not self.shown_ids, "the prompt's scores come first"
+                case Deliver(gain):
+                    shown = gain.shown
                     assert not self.is_over, "no text after the end"
                     self.shown_ids += [token.token_id for token in shown.tokens]
                     self.text += shown.text

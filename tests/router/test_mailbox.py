@@ -7,36 +7,61 @@ import pytest
 from pdserve.core.errors import SlowReader
 from pdserve.core.work import FinishReason, SampledToken
 from pdserve.router.instructions import Fail, Finish
-from pdserve.router.mailbox import TOKEN_BYTES, Mailbox
-from pdserve.router.output import Shown
+from pdserve.router.mailbox import TOKEN_BYTES, TOP_BYTES, Mailbox
+from pdserve.router.output import Gain, PromptToken, Shown
 
 pytestmark = pytest.mark.asyncio
 
 
-def shown(text: str, *ids: int) -> Shown:
-    return Shown(text, tuple(SampledToken(index, token_id, -0.5) for index, token_id in enumerate(ids)))
+def gain(text: str, *ids: int, sequence: int = 0) -> Gain:
+    tokens = tuple(SampledToken(index, token_id, -0.5, sequence=sequence) for index, token_id in enumerate(ids))
+    return Gain(sequence, Shown(text, tokens))
 
 
 async def test_what_waits_is_merged_in_order() -> None:
     mailbox = Mailbox(1000)
-    assert mailbox.put(shown("a", 1))
-    assert mailbox.put(shown("bc", 2, 3))
-    mailbox.finish(Finish(FinishReason.STOP))
+    assert mailbox.put(gain("a", 1))
+    assert mailbox.put(gain("bc", 2, 3))
+    mailbox.finish(Finish(0, FinishReason.STOP))
     parcel = await mailbox.take()
-    assert parcel.shown.text == "abc"
-    assert [token.token_id for token in parcel.shown.tokens] == [1, 2, 3]
-    assert parcel.finish == Finish(FinishReason.STOP)
+    assert [token.token_id for token in parcel.gains[0].shown.tokens] == [1, 2, 3]
+    assert parcel.gains[0].shown.text == "abc"
+    assert parcel.finished == (Finish(0, FinishReason.STOP),)
     assert parcel.end is None
     assert mailbox.num_bytes == 0
 
 
+async def test_sequences_are_merged_each_for_itself_and_everything_is_given_once() -> None:
+    mailbox = Mailbox(1000)
+    prompt = (PromptToken(7, None), PromptToken(8, -1.5, ((8, -1.5),)))
+    mailbox.put_prompt(prompt)
+    mailbox.put(gain("x", 1, sequence=1))
+    mailbox.put(gain("a", 2))
+    mailbox.put(gain("y", 3, sequence=1))
+    mailbox.finish(Finish(1, FinishReason.LENGTH))
+    mailbox.finish(Finish(0, FinishReason.STOP))
+    parcel = await mailbox.take()
+    assert parcel.prompt == prompt
+    assert [(gain.sequence, gain.shown.text) for gain in parcel.gains] == [(0, "a"), (1, "xy")]
+    assert [finish.sequence for finish in parcel.finished] == [1, 0]
+    mailbox.put(gain("b", 4))
+    later = await mailbox.take()
+    assert (later.prompt, later.finished, later.gains) == ((), (), (gain("b", 4),))
+
+
+async def test_alternatives_count_towards_the_bound() -> None:
+    mailbox = Mailbox(TOKEN_BYTES + TOP_BYTES)
+    token = SampledToken(0, 1, -0.5, top=((1, -0.5), (2, -0.9)))
+    assert not mailbox.put(Gain(0, Shown("", (token,))))
+
+
 async def test_the_bound_counts_bytes_and_what_passes_it_is_kept() -> None:
     mailbox = Mailbox(2 + TOKEN_BYTES)
-    assert mailbox.put(shown("é", 1)), "two bytes, one token: exactly the bound"
-    assert not mailbox.put(shown("x"))
+    assert mailbox.put(gain("é", 1)), "two bytes, one token: exactly the bound"
+    assert not mailbox.put(gain("x"))
     mailbox.close(Fail(SlowReader("slow")))
     parcel = await mailbox.take()
-    assert parcel.shown.text == "éx"
+    assert parcel.gains[0].shown.text == "éx"
     assert isinstance(parcel.end, Fail)
 
 
@@ -45,21 +70,21 @@ async def test_taking_waits_and_whole_waits_for_the_end() -> None:
     taking = asyncio.create_task(mailbox.take())
     await asyncio.sleep(0)
     assert not taking.done()
-    assert mailbox.put(shown("a", 1))
-    assert (await taking).shown.text == "a"
+    assert mailbox.put(gain("a", 1))
+    assert (await taking).gains[0].shown.text == "a"
     whole = asyncio.create_task(mailbox.take(whole=True))
-    assert mailbox.put(shown("b" * 10_000, *range(100)))
-    mailbox.finish(Finish(FinishReason.LENGTH))
+    assert mailbox.put(gain("b" * 10_000, *range(100)))
+    mailbox.finish(Finish(0, FinishReason.LENGTH))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not whole.done()
     mailbox.close(Fail(SlowReader("end")))
     parcel = await whole
-    assert (len(parcel.shown.tokens), parcel.finish is not None) == (100, True)
+    assert (len(parcel.gains[0].shown.tokens), len(parcel.finished)) == (100, 1)
 
 
 async def test_what_nobody_will_read_is_dropped() -> None:
     mailbox = Mailbox(1000)
-    mailbox.put(shown("a", 1))
+    mailbox.put(gain("a", 1))
     mailbox.discard()
     assert mailbox.num_bytes == 0

@@ -13,6 +13,7 @@ from pdserve.core.errors import NoNodes, PdserveError, SlowReader
 from pdserve.router import journal, pb
 from pdserve.router.admission import Admission
 from pdserve.router.instructions import Answer, Fail
+from pdserve.router.mailbox import Parcel
 from pdserve.router.membership import Membership
 from pdserve.router.output import OutputText
 from pdserve.router.placement import length_limits
@@ -171,13 +172,13 @@ class InferenceFront:
         is_whole = not entry.request.stream
         while True:
             parcel = await entry.mailbox.take(whole=is_whole)
-            if isinstance(parcel.end, Fail) and (is_whole or not parcel.shown):
+            if isinstance(parcel.end, Fail) and (is_whole or not parcel.gains):
                 raise parcel.end.error
-            answer = parcel.end if isinstance(parcel.end, Answer) else None
-            await self._write(context, pb.response(parcel.shown, parcel.finish, answer, self._closing(entry, answer)))
+            for piece in (parcel,) if is_whole else pb.prompt_pieces(parcel):
+                await self._write(context, pb.response(piece, self._closing(entry, piece)))
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error
-            if answer is not None:
+            if parcel.end is not None:
                 return
 
     async def _write(self, context: Context, message: Message) -> None:
@@ -188,8 +189,8 @@ class InferenceFront:
         except TimeoutError:
             raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint="read the stream") from None
 
-    def _closing(self, entry: OpenSession, answer: Answer | None) -> pb.Closing:
-        nodes = () if answer is None else entry.processes
+    def _closing(self, entry: OpenSession, parcel: Parcel) -> pb.Closing:
+        nodes = entry.processes if isinstance(parcel.end, Answer) else ()
         return pb.Closing(entry.request, (self._process, *nodes))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import FinishReason
-from pdserve.router.output import Shown
+from pdserve.router.output import Gain, PromptToken
 from pdserve.router.timeline import Timeline
 
 
@@ -62,16 +62,24 @@ class CancelLeg:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """Show the client text and tokens."""
+class DeliverPrompt:
+    """Show the client the scores of the whole prompt, before anything else."""
 
-    shown: Shown
+    tokens: tuple[PromptToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Show the client text and tokens of one sequence."""
+
+    gain: Gain
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Tell the client that the sequence is complete."""
+    """Tell the client that a sequence is complete."""
 
+    sequence: int
     reason: FinishReason
     stop: str = ""
     stop_token_id: int | None = None
@@ -110,5 +118,15 @@ class Close:
 
 
 Instruction = (
-    AskPlacement | WithdrawPlacement | Submit | CancelLeg | Deliver | Finish | Answer | Fail | LegAbandoned | Close
+    AskPlacement
+    | WithdrawPlacement
+    | Submit
+    | CancelLeg
+    | DeliverPrompt
+    | Deliver
+    | Finish
+    | Answer
+    | Fail
+    | LegAbandoned
+    | Close
 )

@@ -6,10 +6,10 @@ dropped: neither shown nor counted.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pdserve.core.work import SampledToken
+from pdserve.core.work import SampledToken, TopLogprobs
 from pdserve.router.detokenizer import Detokenizer
 from pdserve.router.stops import StopMatcher
 
@@ -25,6 +25,35 @@ class Shown:
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
         return bool(self.text or self.tokens)
+
+
+def joined(pieces: Iterable[Shown]) -> Shown:
+    """Return consecutive pieces as one."""
+    text: list[str] = []
+    tokens: list[SampledToken] = []
+    matched = None
+    for piece in pieces:
+        text.append(piece.text)
+        tokens += piece.tokens
+        matched = piece.matched_stop
+    return Shown("".join(text), tuple(tokens), matched)
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one sequence of a request gained."""
+
+    sequence: int
+    shown: Shown
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of the prompt with its natural log-probability, None for the first, and the likeliest tokens of its position."""
+
+    token_id: int
+    logprob: float | None
+    top: TopLogprobs = ()
 
 
 class OutputText:

@@ -1,7 +1,7 @@
 """Where the public contract's protobuf meets our types: requests in, answers and views out."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -9,9 +9,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.work import FinishReason
+from pdserve.core.work import FinishReason, TopLogprobs
 from pdserve.router.instructions import Answer, Finish
-from pdserve.router.output import Shown
+from pdserve.router.mailbox import Parcel
+from pdserve.router.output import Gain, PromptToken
 from pdserve.router.request import (
     ChatInput,
     ChatTurn,
@@ -33,6 +34,8 @@ from pdserve.router.timeline import SCHEMA_VERSION, NodeDuration, Timeline
 from pdserve.rpc.process import process_to_pb
 from pdserve.v1 import inference_pb2, timeline_pb2
 
+MAX_SCORES_PER_MESSAGE = 4096
+"""Prompt tokens with 20 alternatives each take up to 240 bytes: this many stay under 1 MiB."""
 MAX_TURNS = 4096
 """Turns of a conversation; each costs time on the event loop before it can be known to be too long."""
 
@@ -102,21 +105,25 @@ class Closing:
     processes: Sequence[ProcessInfo]
 
 
-def response(shown: Shown, finish: Finish | None, answer: Answer | None, closing: Closing) -> Message:
-    """Return one message of an answer; with `answer` it is the last."""
-    message = inference_pb2.GenerateResponse()
-    if shown:
-        message.deltas.add(
-            sequence=0,
-            text=shown.text,
-            token_ids=[token.token_id for token in shown.tokens],
-            logprobs=[token.logprob for token in shown.tokens],
-        )
-    if finish is not None:
-        message.finished.append(_finished_to_pb(finish))
-    if answer is not None:
-        message.summary.CopyFrom(_summary_to_pb(answer, closing))
+def response(parcel: Parcel, closing: Closing) -> Message:
+    """Return one message of an answer; with a parcel that holds the Answer it is the last."""
+    message = inference_pb2.GenerateResponse(
+        prompt=[_scored_to_pb(token) for token in parcel.prompt],
+        deltas=[_delta_to_pb(gain, closing.request.top_logprobs > 0) for gain in parcel.gains if gain.shown],
+        finished=[_finished_to_pb(finish) for finish in parcel.finished],
+    )
+    if isinstance(parcel.end, Answer):
+        message.summary.CopyFrom(_summary_to_pb(parcel.end, closing))
     return message
+
+
+def prompt_pieces(parcel: Parcel) -> Iterable[Parcel]:
+    """Cut a parcel so that no message of a stream holds the scores of more than `MAX_SCORES_PER_MESSAGE` prompt tokens."""
+    tokens = parcel.prompt
+    starts = range(0, len(tokens) - MAX_SCORES_PER_MESSAGE, MAX_SCORES_PER_MESSAGE)
+    for start in starts:
+        yield Parcel(prompt=tokens[start : start + MAX_SCORES_PER_MESSAGE])
+    yield replace(parcel, prompt=tokens[len(starts) * MAX_SCORES_PER_MESSAGE :])
 
 
 def models_response(name: str, max_model_len: int, vocab_size: int, has_template: bool) -> Message:
@@ -247,9 +254,36 @@ def _unknown_fields(message: Message, path: str) -> Iterable[str]:
             yield from _unknown_fields(child, f"{path}{descriptor.name}.")
 
 
+def _delta_to_pb(gain: Gain, has_top: bool) -> inference_pb2.Delta:
+    tokens = gain.shown.tokens
+    return inference_pb2.Delta(
+        sequence=gain.sequence,
+        text=gain.shown.text,
+        token_ids=[token.token_id for token in tokens],
+        logprobs=[token.logprob for token in tokens],
+        top_logprobs=[_top_to_pb(token.top) for token in tokens] if has_top else (),
+    )
+
+
+def _scored_to_pb(token: PromptToken) -> inference_pb2.ScoredToken:
+    return inference_pb2.ScoredToken(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top=_top_to_pb(token.top) if token.top else None,
+    )
+
+
+def _top_to_pb(top: TopLogprobs) -> inference_pb2.TopLogprobs:
+    return inference_pb2.TopLogprobs(
+        token_ids=[token_id for token_id, _ in top], logprobs=[logprob for _, logprob in top]
+    )
+
+
 def _finished_to_pb(finish: Finish) -> inference_pb2.Finished:
     message = inference_pb2.Finished(
-        sequence=0, reason=inference_pb2.FinishReason.ValueType(finish.reason), stop=finish.stop
+        sequence=finish.sequence,
+        reason=inference_pb2.FinishReason.ValueType(finish.reason),
+        stop=finish.stop,
     )
     if finish.reason is FinishReason.STOP and finish.stop_token_id is not None:
         message.stop_token_id = finish.stop_token_id

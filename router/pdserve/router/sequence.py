@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdserve.core.work import FinishReason, SampledToken
-from pdserve.router.output import OutputText, Shown
+from pdserve.router.output import OutputText, Shown, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,12 @@ class Sequence:
                 self.num_duplicates += 1
             elif token.index < self._rules.max_tokens:
                 self._early[token.index] = token
-        text = ""
-        shown_tokens: tuple[SampledToken, ...] = ()
+        pieces: list[Shown] = []
         while self.end is None and (next_token := self._early.pop(len(self.token_ids), None)) is not None:
-            shown = self._take(next_token, eos_token_ids)
-            text, shown_tokens = text + shown.text, (*shown_tokens, *shown.tokens)
+            pieces.append(self._take(next_token, eos_token_ids))
         if self.end is not None:
             self._early.clear()
-        return Shown(text, shown_tokens)
+        return joined(pieces)
 
     def _take(self, token: SampledToken, eos_token_ids: frozenset[int]) -> Shown:
         self.token_ids.append(token.token_id)
@@ -81,7 +79,7 @@ class Sequence:
         shown = self._output.push(token)
         if shown.matched_stop is None and reason is not None:
             rest = self._output.finish()
-            shown = Shown(shown.text + rest.text, (*shown.tokens, *rest.tokens), rest.matched_stop)
+            shown = joined((shown, rest))
             self.end = _end_of(shown, End(reason, by_node))
         elif shown.matched_stop is not None:
             self.end = End(FinishReason.STOP_SEQUENCE, by_node, stop=shown.matched_stop)

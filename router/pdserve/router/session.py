@@ -45,6 +45,7 @@ from pdserve.router.instructions import (
 )
 from pdserve.router.legs import Leg, LegMove
 from pdserve.router.lifecycle import IN_ATTEMPT, SESSION_TABLE, SessionMove, SessionState
+from pdserve.router.output import Gain
 from pdserve.router.patience import Patience, SessionLimits
 from pdserve.router.sequence import Sequence
 from pdserve.router.timeline import StageName, TimelineRecorder
@@ -289,12 +290,12 @@ class Session:
             self._timeline.token(now_s)
             self._patience.progressed()
         if shown:
-            self._out.append(Deliver(shown))
+            self._out.append(Deliver(Gain(0, shown)))
         end = self.sequence.end
         if end is not None and self.life.advance(SessionMove.COMPLETE, now_s):
             self._timeline.enter(StageName.ANSWER, self.attempt, now_s)
             self._answer_due_s = now_s + SUMMARY_GRACE_S
-            self._out.append(Finish(end.reason, end.stop, end.stop_token_id))
+            self._out.append(Finish(0, end.reason, end.stop, end.stop_token_id))
             if not end.by_node:
                 self._cancel_legs("the answer is complete")
 

@@ -37,6 +37,7 @@ from pdserve.router.instructions import (
     CancelLeg,
     Close,
     Deliver,
+    DeliverPrompt,
     Fail,
     Finish,
     Instruction,
@@ -285,8 +286,10 @@ class Sessions:
                     self._submit(entry, instruction)
                 case CancelLeg(node, attempt, reason):
                     self._membership.send(node, [pb_nodes.cancel_message(entry.session_id, attempt, reason)])
-                case Deliver(shown):
-                    if not entry.mailbox.put(shown):
+                case DeliverPrompt(tokens):
+                    entry.mailbox.put_prompt(tokens)
+                case Deliver(gain):
+                    if not entry.mailbox.put(gain):
                         entry.events.append(Aborted(self._slow_reader()))
                 case Finish():
                     entry.mailbox.finish(instruction)
