@@ -164,3 +164,13 @@ class TestEnds:
         world.advance(world.theirs.transfer_idle_s + 1)
         assert loss(world, transfer_id) == "kv_nack_idle"
         world.assert_nothing_left()
+
+    def test_beats_alone_do_not_keep_blocks_for_ever(self) -> None:
+        """A sender that beats and never sends: the receiver's own backstop ends it."""
+        world = World(settings(produce_wait_s=1e6), settings(produce_wait_s=40.0)).meet()
+        transfer_id = world.open()
+        world.advance(39.0)
+        assert world.received_kinds(transfer_id) == ["Opened"], "no news is not yet a loss"
+        world.advance(10.0)
+        assert loss(world, transfer_id) == failure(world, transfer_id) == "kv_nack_idle"
+        world.assert_nothing_left()

@@ -119,6 +119,8 @@ class ReceiveTransfer:
         self._place_s = 0.0
         self._opened_s = now_s
         self._grant_wait_s = 0.0
+        self._silent_until_s = 0.0
+        """How long beats alone may keep a granted transfer alive."""
 
     @property
     def is_over(self) -> bool:
@@ -154,7 +156,7 @@ class ReceiveTransfer:
         if self.life.advance(T.GRANT, now_s):
             self._skip_tokens = skip_tokens
             self._grant_wait_s = now_s - self._opened_s
-            self.due_s = now_s + self._settings.transfer_idle_s
+            self._renew(now_s)
             self._send(Grant(self.spec.transfer_id, skip_tokens))
 
     def refuse(self, reason: str, now_s: float) -> None:
@@ -182,7 +184,7 @@ class ReceiveTransfer:
         self._num_frames += 1
         self._kv_bytes += message.num_bytes
         self._coverage.add(message.layers, message.tokens)
-        self.due_s = now_s + self._settings.transfer_idle_s
+        self._renew(now_s)
         self._out.append(Place(self.spec.transfer_id, message.layers, message.tokens, payload))
 
     def placed(self, place_s: float) -> None:
@@ -228,7 +230,7 @@ class ReceiveTransfer:
     def alive(self, now_s: float) -> None:
         """The sender's beat names it: no news is not yet a loss."""
         if self.life.state is S.GRANTED:
-            self.due_s = max(self.due_s, now_s + self._settings.transfer_idle_s)
+            self.due_s = max(self.due_s, min(now_s + self._settings.transfer_idle_s, self._silent_until_s))
 
     def expire(self, now_s: float) -> None:
         """Its time is up."""
@@ -255,6 +257,11 @@ class ReceiveTransfer:
             "ignored": self.life.num_ignored,
             "story": self.life.tell(),
         }
+
+    def _renew(self, now_s: float) -> None:
+        """Something came. The sender owns the wait for what is still computed; beats must not stretch it for ever."""
+        self.due_s = now_s + self._settings.transfer_idle_s
+        self._silent_until_s = now_s + self._settings.produce_wait_s + 2 * self._settings.lease_s
 
     def _open_mismatch(self, message: Open) -> str:
         spec = self.spec

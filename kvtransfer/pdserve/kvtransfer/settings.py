@@ -41,7 +41,8 @@ class LinkSettings:
     """Receiver: time without a frame or a beat that names the transfer. Sender: time in which data is ready
     and the link takes no frame of any transfer, and from COMMIT to its answer."""
     produce_wait_s: float = 300.0
-    """Sender: time without a range becoming ready. A backstop; the node's own deadlines are shorter."""
+    """Sender: time without a range becoming ready. A backstop; the node's own deadlines are shorter. Receiver: two leases more
+    without a frame end a transfer, however often beats name it."""
     park_s: float = 2.0
     """An OPEN that overtook its submit, or a HELLO that overtook the router's list of peers, waits this long."""
     retry_min_s: float = 0.1

@@ -2,7 +2,6 @@
 
 import heapq
 from collections.abc import Hashable
-from itertools import count
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -15,7 +14,7 @@ class Timers(Generic[K]):
         self._due: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._queued: dict[K, float] = {}
-        self._tie = count()
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._due)
@@ -59,4 +58,5 @@ class Timers(Generic[K]):
 
     def _push(self, key: K, due_s: float) -> None:
         self._queued[key] = due_s
-        heapq.heappush(self._heap, (due_s, next(self._tie), key))
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (due_s, self._num_pushed, key))
