@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -72,6 +73,51 @@ def test_a_hold_delays_release() -> None:
     assert lease.block_ids == []
 
 
+def test_shared_blocks_count_once_and_come_free_with_their_last_lease() -> None:
+    """Failure class 11: sequences that continue one context hold its blocks together."""
+    freed: list[int] = []
+    pool = BlockPool(8, on_free=freed.extend)
+    context = pool.lease(4, "context")
+    shared, own = list(context.block_ids[:2]), list(context.block_ids[2:])
+    one, two = context.fork([*shared, own[0]], "one"), context.fork([*shared, own[1]], "two")
+    assert (pool.num_used, pool.num_free, pool.num_shared) == (4, 4, 4)
+    context.release()
+    assert (pool.num_used, pool.num_free, pool.num_shared, freed) == (4, 4, 2, [])
+    two.extend(1)
+    one.release()
+    assert (pool.num_used, pool.num_shared, freed) == (4, 0, own[:1])
+    assert [pool.num_holders(block) for block in shared] == [1, 1]
+    two.release()
+    assert (pool.num_free, pool.num_used) == (8, 0)
+    assert sorted(freed) == list(range(5))
+    pool.check_invariants()
+
+
+def test_a_hold_keeps_shared_blocks_too() -> None:
+    pool = BlockPool(4)
+    context = pool.lease(2, "context")
+    copy = context.fork(context.block_ids, "copy")
+    with context.hold():
+        context.release()
+        copy.release()
+        assert pool.num_free == 2
+        pool.check_invariants()
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize("fault", ["foreign", "twice", "reserved", "released"])
+def test_a_fork_that_makes_no_sense_is_a_fault_of_ours(fault: str) -> None:
+    pool = BlockPool(6)
+    other, lease = pool.lease(1, "other"), pool.lease(2, "a", reserved=fault == "reserved")
+    blocks = list(lease.block_ids)
+    if fault == "released":
+        lease.release()
+    wanted = {"foreign": [*blocks, other.block_ids[0]], "twice": blocks[:1] * 2}.get(fault, blocks)
+    with pytest.raises(InternalError, match="forked"):
+        lease.fork(wanted, "b")
+    pool.check_invariants()
+
+
 def test_a_second_release_raises_with_the_story() -> None:
     lease = BlockPool(2).lease(1, "request 7")
     lease.release()
@@ -105,7 +151,9 @@ def test_a_with_block_releases_once() -> None:
     assert pool.num_free == 2
 
 
-@pytest.mark.parametrize("fault", ["lost", "twice", "two owners", "foreign"])
+@pytest.mark.parametrize(
+    "fault", ["lost", "twice", "two owners", "foreign", "owned and free", "miscounted", "repeated"]
+)
 def test_the_leak_oracle_notices_planted_faults(fault: str) -> None:
     pool = BlockPool(6)
     lease, other = pool.lease(2, "a"), pool.lease(2, "b")
@@ -116,6 +164,12 @@ def test_the_leak_oracle_notices_planted_faults(fault: str) -> None:
         pool._free.append(pool._free[0])
     elif fault == "two owners":
         other._block_ids[0] = lease.block_ids[0]
+    elif fault == "owned and free":
+        pool._free.append(lease.block_ids[0])
+    elif fault == "miscounted":
+        pool._num_holders[lease.block_ids[0]] += 1
+    elif fault == "repeated":
+        lease._block_ids.append(lease.block_ids[0])
     else:
         pool._free[0] = 99
     with pytest.raises(InternalError, match="block"):
@@ -131,7 +185,7 @@ def test_books_need_no_torch() -> None:
 
 
 class Books(RuleBasedStateMachine):
-    """Any order of leases, extensions, holds and releases, against books kept by hand."""
+    """Any order of leases, forks, extensions, holds and releases, against books kept by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,6 +214,17 @@ class Books(RuleBasedStateMachine):
             lease.extend(count)
         assert list(lease.block_ids)[: len(before)] == before
 
+    @precondition(lambda self: any(lease.state is LeaseState.USED for lease in self.live))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from([lease for lease in self.live if lease.state is LeaseState.USED]))
+        chosen = data.draw(st.permutations(lease.block_ids))[: data.draw(st.integers(0, len(lease.block_ids)))]
+        free = self.pool.num_free
+        fork = lease.fork(chosen, "y")
+        assert list(fork.block_ids) == chosen
+        assert self.pool.num_free == free
+        self.live.append(fork)
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
@@ -179,19 +244,26 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         lease = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        blocks, held = list(lease.block_ids), any(holder is lease for holder, _ in self.holds)
+        held = any(holder is lease for holder, _ in self.holds)
+        others = {block for other in self.owners() if other is not lease for block in other.block_ids}
+        alone = set(lease.block_ids) - others
         self.freed.clear()
         lease.release()
-        assert sorted(self.freed) == ([] if held else sorted(blocks))
+        assert sorted(self.freed) == ([] if held else sorted(alone))
+
+    def owners(self) -> list[BlockLease]:
+        """Leases that are not over, by the test's own books."""
+        return list({id(lease): lease for lease in [*self.live, *(lease for lease, _ in self.holds)]}.values())
 
     @invariant()
     def adds_up(self) -> None:
         pool = self.pool
         pool.check_invariants()
         assert pool.num_free + pool.num_used + pool.num_reserved + pool.num_cached == pool.num_blocks
-        held = {id(lease): lease for lease, _ in self.holds} | {id(lease): lease for lease in self.live}
-        owned = [block for lease in held.values() for block in lease.block_ids]
-        assert len(owned) == len(set(owned)) == pool.num_blocks - pool.num_free
+        holders = Counter(block for lease in self.owners() for block in lease.block_ids)
+        assert len(holders) == pool.num_blocks - pool.num_free
+        assert pool.num_shared == sum(count > 1 for count in holders.values())
+        assert all(pool.num_holders(block) == holders[block] for block in range(pool.num_blocks))
 
 
 TestBooks = Books.TestCase

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pdserve.core.work import TokenScore, TopLogprobs
-from pdserve.kernels.sampling import SampledRow
+
+if TYPE_CHECKING:  # the schedulers read this module and must do without torch
+    from pdserve.kernels.sampling import SampledRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class SequenceChunk:
     token_ids: tuple[int, ...]
     start: int
     block_ids: Sequence[int]
-    samples: tuple[SampledRow, ...] = ()
+    samples: "tuple[SampledRow, ...]" = ()
     scored_ids: tuple[int, ...] = ()
     num_top: int = 0
 

@@ -1,11 +1,14 @@
-"""Who owns which block of a KV pool. Every owned block belongs to exactly one lease, and a lease ends exactly once.
+"""Who owns which block of a KV pool. Every owned block belongs to at least one lease, and a lease ends exactly once.
 
 A block is free, reserved (promised to a transfer that has not been adopted), used, or cached (kept for a later prompt; the
-prefix cache is not built yet, so none is). Blocks come free in the order last-in first-out: a stale writer is then found out
-soon.
+prefix cache is not built yet, so none is). Leases of sequences that continue one context share its blocks (`BlockLease.fork`); a
+shared block comes free with the last lease that holds it, and counts once. Nobody writes into a block that another lease holds,
+except behind the positions that the other reads. Blocks come free in the order last-in first-out: a stale writer is then
+found out soon.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +87,18 @@ class BlockLease:
         with self.pool.lock:
             self._life.advance(LeaseEvent.ADOPT, 0.0)
 
+    def fork(self, block_ids: Sequence[int], owner: str) -> "BlockLease":
+        """Return another lease, in use, on some of this lease's blocks, in the given order; this one keeps them as well.
+
+        Raises InternalError if a block is not of this lease or is named twice, or if the lease is not in use.
+        """
+        with self.pool.lock:
+            if self._life.state is not LeaseState.USED:
+                raise InternalError(f"lease of {self.owner} forked while not in use; {self._life.tell()}")
+            if len(set(block_ids)) != len(block_ids) or not set(block_ids) <= set(self._block_ids):
+                raise InternalError(f"lease of {self.owner} forked with blocks that are not its own, or twice")
+            return self.pool.share(block_ids, owner)
+
     def extend(self, num_blocks: int) -> None:
         """Take `num_blocks` more at the end; raise PoolExhausted (and take nothing) if there are not as many."""
         with self.pool.lock:
@@ -138,6 +153,7 @@ class BlockPool:
         self.lock = threading.RLock()
         self._on_free = on_free
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_holders = [0] * num_blocks
         self._leases: set[BlockLease] = set()
 
     def lease(self, num_blocks: int, owner: str, *, reserved: bool = False) -> BlockLease:
@@ -157,6 +173,10 @@ class BlockPool:
         except PoolExhausted:
             return None
 
+    def num_holders(self, block_id: int) -> int:
+        """Return how many leases hold a block; 0 if it is free."""
+        return self._num_holders[block_id]
+
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""
@@ -164,13 +184,20 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        """Blocks of adopted leases, and of released ones that are still held."""
-        return self._count(LeaseState.USED) + self._count(LeaseState.RELEASING)
+        """Blocks of adopted leases, and of released ones that are still held; a shared block counts once."""
+        return self._count(LeaseState.USED, LeaseState.RELEASING)
 
     @property
     def num_reserved(self) -> int:
         """Blocks of leases that wait for their KV."""
         return self._count(LeaseState.RESERVED)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that more than one lease holds."""
+        with self.lock:
+            holders = Counter(block for lease in self._leases for block in lease.block_ids)
+        return sum(count > 1 for count in holders.values())
 
     @property
     def num_cached(self) -> int:
@@ -184,25 +211,40 @@ class BlockPool:
             return sorted(lease.owner for lease in self._leases)
 
     def check_invariants(self) -> None:
-        """Raise InternalError unless every block is in the free list or in exactly one live lease.
+        """Raise InternalError unless every block is in the free list once, or in as many live leases as are counted for it.
 
         Recomputed from the free list and the leases themselves, never from counters.
         """
         with self.lock:
-            places: dict[int, list[str]] = {block: [] for block in range(self.num_blocks)}
-            holders = [("free list", self._free), *((lease.owner, lease.block_ids) for lease in self._leases)]
-            for holder, blocks in holders:
-                for block in blocks:
-                    places.setdefault(block, []).append(holder)
+            free = Counter(self._free)
+            owners: dict[int, list[str]] = {}
+            for lease in self._leases:
+                for block in lease.block_ids:
+                    owners.setdefault(block, []).append(lease.owner)
             faults = [
-                f"block {block}: {' and '.join(where) or 'lost'}"
-                for block, where in places.items()
-                if len(where) != 1 or not 0 <= block < self.num_blocks
+                fault
+                for block in sorted({*range(self.num_blocks), *free, *owners})
+                if (fault := self._fault_of(block, free[block], owners.get(block, [])))
+            ]
+            faults += [
+                f"lease of {lease.owner} names a block twice" for lease in self._leases if _repeats(lease.block_ids)
             ]
             ended = [lease.owner for lease in self._leases if lease.state is LeaseState.RELEASED]
             faults += [f"lease of {owner} is released but still on the books" for owner in ended]
         if faults:
-            raise InternalError("block pool: " + "; ".join(sorted(faults)[:8]))
+            raise InternalError("block pool: " + "; ".join(faults[:8]))
+
+    def _fault_of(self, block: int, num_free: int, owners: Sequence[str]) -> str:
+        if not 0 <= block < self.num_blocks:
+            return f"block {block} is not of this pool"
+        if num_free + bool(owners) != 1:
+            places = ["free list"] * num_free + list(owners)
+            return f"block {block}: {' and '.join(places) or 'lost'}"
+        if len(owners) != self._num_holders[block]:
+            return (
+                f"block {block}: held by {' and '.join(owners) or 'nobody'}, counted {self._num_holders[block]} times"
+            )
+        return ""
 
     def take(self, num_blocks: int) -> list[int]:
         """Remove `num_blocks` from the free list, for a lease. Call with the lock held."""
@@ -210,15 +252,35 @@ class BlockPool:
             raise ValueError("cannot take a negative number of blocks")
         if num_blocks > len(self._free):
             raise PoolExhausted(num_blocks, len(self._free))
-        return [self._free.pop() for _ in range(num_blocks)]
+        taken = [self._free.pop() for _ in range(num_blocks)]
+        for block in taken:
+            self._num_holders[block] = 1
+        return taken
+
+    def share(self, block_ids: Sequence[int], owner: str) -> BlockLease:
+        """Return a lease in use on blocks of another lease, for `BlockLease.fork`. Call with the lock held."""
+        life = LifeCycle(LEASE_TABLE, owner, 0.0)
+        life.advance(LeaseEvent.ADOPT, 0.0)
+        for block in block_ids:
+            self._num_holders[block] += 1
+        lease = BlockLease(self, owner, list(block_ids), life)
+        self._leases.add(lease)
+        return lease
 
     def give_back(self, lease: BlockLease, block_ids: Sequence[int]) -> None:
-        """Return the blocks of an ended lease to the free list. Call with the lock held."""
+        """End a lease's hold of its blocks; those that no other holds go to the free list. Call with the lock held."""
         self._leases.remove(lease)
-        if self._on_free is not None:
-            self._on_free(block_ids)
-        self._free.extend(reversed(block_ids))
+        for block in block_ids:
+            self._num_holders[block] -= 1
+        freed = [block for block in block_ids if self._num_holders[block] == 0]
+        if freed and self._on_free is not None:
+            self._on_free(freed)
+        self._free.extend(reversed(freed))
 
-    def _count(self, state: LeaseState) -> int:
+    def _count(self, *states: LeaseState) -> int:
         with self.lock:
-            return sum(len(lease.block_ids) for lease in self._leases if lease.state is state)
+            return len({block for lease in self._leases if lease.state in states for block in lease.block_ids})
+
+
+def _repeats(block_ids: Sequence[int]) -> bool:
+    return len(set(block_ids)) != len(block_ids)

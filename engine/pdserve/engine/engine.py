@@ -138,6 +138,10 @@ class Engine:
         """Place wire form where `pack` would read it; ValueError if the size is wrong."""
         self._pool.unpack(layers, self._pool.slots(block_ids, positions), payload)
 
+    def copy_block(self, source: int, target: int, num_positions: int) -> None:
+        """Copy the KV of the first `num_positions` positions of a block to another, in every layer; in the thread of `step`."""
+        self._pool.copy_block(source, target, num_positions)
+
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN; for tests, as `BlockPool(num_blocks, on_free=engine.poison)`."""
         self._pool.poison(block_ids)

@@ -55,6 +55,20 @@ class KvPool:
         """Write the wire form in `payload` into `slots` of `layers`; ValueError if its size is wrong."""
         unpack_layers([self._caches[layer] for layer in layers], slots, payload)
 
+    def copy_block(self, source: int, target: int, num_positions: int) -> None:
+        """Copy the first `num_positions` positions of block `source` to block `target`, in every layer.
+
+        Raises ValueError for blocks outside the pool, one block named twice, or a number that is not 1 to `block_size`.
+        """
+        if not (0 <= source < self.num_blocks and 0 <= target < self.num_blocks) or source == target:
+            raise ValueError(f"cannot copy block {source} to block {target} of {self.num_blocks}")
+        if not 0 < num_positions <= self.block_size:
+            raise ValueError(f"cannot copy {num_positions} positions of a block of {self.block_size}")
+        first, second = source * self.block_size, target * self.block_size
+        for pair in self._caches:
+            for cache in pair:
+                cache[second : second + num_positions] = cache[first : first + num_positions]
+
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN, so that whoever reads freed blocks is found out. For tests, as `BlockPool(on_free=…)`."""
         slots = self.slots(block_ids, range(len(block_ids) * self.block_size))
