@@ -232,7 +232,8 @@ def start_process(name: str, arguments: list[str], folder: Path) -> Process:
     """Start `pdserve ARGUMENTS` and return once it told the addresses that it is bound to."""
     log = Path(tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=folder)[1])
     reader, writer = os.pipe()
-    environment = os.environ | {"PDSERVE_TEST": "1", "PDSERVE_PARENT_PID": str(os.getpid())}
+    own = {"PDSERVE_TEST": "1", "PDSERVE_PARENT_PID": str(os.getpid()), "PDSERVE_HTTP_PORT": "0"}
+    environment = os.environ | own
     with log.open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, "-m", "pdserve.cli", *arguments, "--ready-fd", str(writer), "--drain-s", "2"],

@@ -79,6 +79,7 @@ def plan_cluster(options: ClusterOptions) -> PlannedCluster:
         nodes=tuple(nodes),
         host=HOST,
         port=router.port,
+        http_port=router.http_port,
         drain_s=router.drain_s,
     )
     return PlannedCluster(plan, tuple(dict.fromkeys(its.model for its in settings.values())), router.log_format)

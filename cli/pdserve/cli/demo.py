@@ -26,7 +26,7 @@ def demo(
 ) -> None:
     """Start a router, a prefill node and a decode node, stream an answer with its timeline, and stop everything."""
     # A free port, so that the demo runs beside a cluster; a small pool, because one question needs no more.
-    shared = {"model": model, "port": "0", "kv_blocks": "128", "drain_s": "10"}
+    shared = {"model": model, "port": "0", "http_port": "off", "kv_blocks": "128", "drain_s": "10"}
     plan = plan_cluster(ClusterOptions(shared=shared)).plan
     with ProgressBars() as progress:
         ready_model(model, progress)

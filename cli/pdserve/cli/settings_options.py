@@ -18,6 +18,8 @@ from pdserve.core.settings import ProcessSettings
 HIDDEN = frozenset({"hold_at", "ready_fd"})
 """For tests and for the supervisor."""
 
+ADDRESSES = frozenset({"prefill", "decode"})
+
 METAVARS: Mapping[type, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 Run = Callable[[Mapping[str, Any], Path | None], None]
@@ -59,7 +61,7 @@ def option_of(name: str, field: FieldInfo) -> inspect.Parameter:
     option = typer.Option(
         "--" + name.replace("_", "-"),
         help=escape(help_text),
-        metavar="HOST:PORT" if takes_many else METAVARS.get(kind, "TEXT"),
+        metavar="HOST:PORT" if name in ADDRESSES else METAVARS.get(kind, "TEXT"),
         hidden=name in HIDDEN,
         show_default=False,
     )

@@ -30,15 +30,17 @@ class ClusterFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The processes of a cluster and its deadlines, seconds. `port` is the router's; 0 takes a free one.
+    """The processes of a cluster and its deadlines, seconds. `port` and `http_port` are the router's; 0 takes a free one.
 
-    `stop_grace_s` is what processes get beyond the drain to tell their clients, and to end by themselves.
+    Without `http_port` the router is told none. `stop_grace_s` is what processes get beyond the drain to tell their clients, and
+    to end by themselves.
     """
 
     router: ProcessPlan
     nodes: tuple[ProcessPlan, ...]
     host: str = "127.0.0.1"
     port: int = 50_051
+    http_port: int | None = None
     drain_s: float = 30.0
     stop_grace_s: float = 10.0
     listen_wait_s: float = 120.0
@@ -81,6 +83,7 @@ class Supervisor:
     async def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Start everything, report `Ready`, and keep it alive until cancelled. Raises ClusterFailed or AddressInUse."""
         refuse_busy_port(self._plan.host, self._plan.port)
+        refuse_busy_port(self._plan.host, self._plan.http_port or 0, "--http-port")
         try:
             async with asyncio.TaskGroup() as starts:
                 for node in self._nodes:
@@ -157,6 +160,8 @@ class Supervisor:
         if "kv" in member.addresses:
             arguments += ["--kv-port", str(port_of(member.addresses, "kv", 0))]
         if member is self._router:
+            if self._plan.http_port is not None:
+                arguments += ["--http-port", str(port_of(member.addresses, "http", self._plan.http_port))]
             for node in self._nodes:
                 arguments += [f"--{node.plan.role}", node.addresses["grpc"]]
         return arguments
@@ -228,8 +233,8 @@ class Supervisor:
         return reason
 
 
-def refuse_busy_port(host: str, port: int) -> None:
-    """Raise AddressInUse if `port` cannot be listened on, before anything is started."""
+def refuse_busy_port(host: str, port: int, option: str = "--port") -> None:
+    """Raise AddressInUse, naming `option`, if `port` cannot be listened on, before anything is started."""
     if port == 0:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -240,7 +245,7 @@ def refuse_busy_port(host: str, port: int) -> None:
         except OSError as error:
             raise AddressInUse(
                 f"port {port} on {host} is taken ({error.strerror})",
-                hint="another cluster may be running (`pdserve status`); choose another with --port",
+                hint=f"another cluster may be running (`pdserve status`); choose another with {option}",
             ) from None
 
 

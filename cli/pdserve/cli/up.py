@@ -86,6 +86,7 @@ def prepared(options: ClusterOptions, *, as_json: bool) -> tuple[PlannedCluster,
     """Return a cluster that can be started, with its models ready, and what will show it."""
     planned = plan_cluster(options)
     refuse_busy_port(planned.plan.host, planned.plan.port)
+    refuse_busy_port(planned.plan.host, planned.plan.http_port or 0, "--http-port")
     json_logs = planned.log_format == "json"
     reporter: Reporter = ConsoleReporter()
     if as_json:

@@ -16,6 +16,8 @@ OTHER_VARIABLES = frozenset(
     for name in ("CACHE", "CONFIG", "TEST", "COMMIT", "DEBUG", "PARENT_PID", "SERVER", "UP_PREFILL", "UP_DECODE")
 )
 """Variables of the environment that are no settings of a process."""
+SECRET_WORDS = ("secret", "api_key")
+"""In the names of settings whose values are never shown."""
 SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP|SCTP)\w*)?$")
 """What Kubernetes adds for a Service whose name begins with pdserve."""
 
@@ -80,7 +82,7 @@ def own_words(detail: Mapping[str, Any]) -> str:
 def given_in(name: str, detail: Mapping[str, Any]) -> str:
     """Return the value that was given; never that of a secret."""
     given = detail.get("input")
-    is_shown = "secret" not in name and isinstance(given, str | int | float)
+    is_shown = not any(word in name for word in SECRET_WORDS) and isinstance(given, str | int | float)
     return f" (given: {given!r})" if is_shown else ""
 
 

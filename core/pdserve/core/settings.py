@@ -5,6 +5,7 @@ keys at the top level are for every role and a table `[router]`, `[prefill]` or 
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -26,6 +27,8 @@ from pdserve.core.settings_file import read_settings_file
 
 WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - compared with, never bound
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+HTTP_OFF = "off"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 SHORTEST_SECRET = 16
 """Characters of a secret that strangers could try to guess."""
 
@@ -154,13 +157,44 @@ class RouterSettings(ProcessSettings):
     resume_wait_s: Seconds = Field(30.0, description="Longest wait for a node that can take over a request.")
     max_unread_bytes: Positive = Field(1 << 20, description="Text and tokens kept for a client that does not read.")
     max_message_bytes: Positive = Field(4 << 20, description="Largest request.")
+    http_port: int | None = Field(
+        8000, ge=0, le=65_535, description="HTTP port; 0 takes a free one, off serves no HTTP."
+    )
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (), description="Key that HTTP clients must send, or several with commas between; unset: none is asked for."
+    )
+    cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Origins whose pages may call the HTTP port, comma-separated; * allows all."
+    )
 
-    @field_validator("prefill", "decode", mode="before")
+    @field_validator("prefill", "decode", "api_key", "cors_origin", mode="before")
     @classmethod
-    def _split_addresses(cls, value: object) -> object:
+    def _split_list(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("http_port", mode="before")
+    @classmethod
+    def _http_can_be_off(cls, value: object) -> object:
+        return None if value == HTTP_OFF else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _keys_can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            text = key.get_secret_value()
+            if not text.isascii() or not text.isprintable() or " " in text:
+                raise ValueError("must be printable ASCII without spaces: it travels in a header")
+        return keys
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; give SCHEME://HOST[:PORT] without a path, or *")
+        return origins
 
     @field_validator("prefill", "decode")
     @classmethod
