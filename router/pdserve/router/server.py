@@ -11,12 +11,14 @@ from pdserve.core.errors import Draining
 from pdserve.core.ids import new_incarnation
 from pdserve.core.settings import RouterSettings
 from pdserve.router.admission import Admission
+from pdserve.router.answering import Answering
 from pdserve.router.attach import LinkSettings, NodeLink
 from pdserve.router.front import SERVICE_NAME, InferenceFront
 from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
 from pdserve.router.sessions import Sessions
+from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import load_text_model
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
@@ -61,16 +63,10 @@ class Router:
         """Serve until `stop`, drain until `stop_now` or the drain's end, and leave nothing behind."""
         settings = self._settings
         with ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer") as threads:
-            front = InferenceFront(
-                self.process,
-                self.model,
-                self.membership,
-                self.admission,
-                self.sessions,
-                self._clock,
-                threads,
-                settings.max_message_bytes,
+            answering = Answering(
+                self.process, self.model, self.membership, self.admission, self.sessions, self._clock, threads
             )
+            front = InferenceFront(answering, TextCalls(answering), settings.max_message_bytes)
             self.server.add(SERVICE_NAME, front.register)
             await self.server.start()
             address = self._say_where()

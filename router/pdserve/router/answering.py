@@ -1,0 +1,163 @@
+"""From a client's call to its answer, whatever the transport: check, admit, tokenize, open, take what comes, leave.
+
+The gRPC front and the HTTP front are thin: they make the same `GenerateCall` and write the same parcels.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
+
+from pdserve.core.build import ProcessInfo
+from pdserve.core.clock import Clock
+from pdserve.core.errors import NoNodes, PdserveError
+from pdserve.router import journal
+from pdserve.router.admission import Admission
+from pdserve.router.instructions import Answer, Fail
+from pdserve.router.mailbox import Parcel
+from pdserve.router.membership import Membership
+from pdserve.router.output import OutputText
+from pdserve.router.placement import length_limits
+from pdserve.router.request import GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.sessions import OpenSession, Sessions
+from pdserve.router.timeline import TimelineRecorder
+from pdserve.router.tokenizer import TextModel
+from pdserve.router.validation import input_field, label_fault, resolve_max_tokens, validate
+
+CLIENT_STALL_S = 60.0
+"""Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
+MAX_INLINE_CHARS = 4096
+"""Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
+
+T = TypeVar("T")
+
+
+class Answering:
+    """What every front does for a client."""
+
+    def __init__(
+        self,
+        process: ProcessInfo,
+        model: TextModel,
+        membership: Membership,
+        admission: Admission,
+        sessions: Sessions,
+        clock: Clock,
+        threads: Executor,
+    ) -> None:
+        self.process, self.model, self.membership = process, model, membership
+        self.admission, self.sessions, self.clock = admission, sessions, clock
+        self._threads = threads
+        self._num_clients = 0
+
+    @contextmanager
+    def client(self) -> Iterator[None]:
+        """Count a client for as long as its call is open."""
+        self._num_clients += 1
+        try:
+            yield
+        finally:
+            self._num_clients -= 1
+
+    @asynccontextmanager
+    async def session(
+        self, call: GenerateCall, received_s: float, deadline_s: float | None = None
+    ) -> AsyncIterator[OpenSession]:
+        """Check, admit and tokenize a request, and hold its session open; whoever leaves early cancels it. Raises PdserveError.
+
+        `received_s` and `deadline_s` are on the router's monotonic clock.
+        """
+        try:
+            entry = await self._open(call, received_s, deadline_s)
+        except PdserveError as error:
+            self.refused(call.request_id, error)
+            raise
+        try:
+            yield entry
+        finally:
+            self.sessions.client_left(entry)
+
+    async def take(self, entry: OpenSession) -> Parcel:
+        """Wait for what comes next and return it; a request that does not stream gets all at once.
+
+        Raises the session's error if it ends badly before anything came; later the parcel holds it.
+        """
+        is_whole = not entry.request.stream
+        parcel = await entry.mailbox.take(whole=is_whole)
+        if isinstance(parcel.end, Fail) and (is_whole or not parcel.gains):
+            raise parcel.end.error
+        return parcel
+
+    def processes(self, entry: OpenSession, parcel: Parcel) -> tuple[ProcessInfo, ...]:
+        """Return the processes that made an answer, once it is complete."""
+        return (self.process, *(entry.processes if isinstance(parcel.end, Answer) else ()))
+
+    def refused(self, label: str, error: PdserveError) -> None:
+        """Tell of a request that got no session. The label may be anything."""
+        journal.refused(label if label_fault(label) is None else "", error)
+
+    async def encode(self, given: PromptInput) -> tuple[int, ...]:
+        """Return the ids of an input that was checked. Long inputs do not hold up the event loop."""
+        limits = length_limits(self.membership.loads())
+        if limits is not None:
+            self.model.check_size(given, limits.longest)
+        match given:
+            case TokenInput(ids):
+                return ids
+            case TextInput(text) if len(text) <= MAX_INLINE_CHARS:
+                return self.model.encode(given)
+            case _:
+                return await self.on_thread(lambda: self.model.encode(given))
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """Run what is too long for the event loop on one of the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, tokens; 0 while no node is ready."""
+        limits = length_limits(self.membership.loads())
+        return 0 if limits is None else limits.longest
+
+    def gauges(self) -> dict[str, float]:
+        """Return what the fronts hold, and whether they take new work."""
+        return {
+            "clients": float(self._num_clients),
+            "violations": float(len(self.sessions.check_invariants())),
+            "draining": float(self.admission.is_draining),
+        }
+
+    def all_gauges(self) -> dict[str, float]:
+        """Return the gauges of everything behind the fronts as well."""
+        return self.gauges() | self.sessions.gauges() | self.membership.gauges()
+
+    async def _open(self, call: GenerateCall, received_s: float, deadline_s: float | None) -> OpenSession:
+        request = validate(call, self.model.served)
+        timeline = TimelineRecorder(received_s)
+        self.admission.admit(self.sessions.num_waiting)
+        try:
+            prompt_ids = await self.encode(request.input)
+            max_tokens = self._max_tokens(request, len(prompt_ids))
+        except BaseException:  # a cancelled call leaves as well
+            self.admission.leave(self.clock.now_s())
+            raise
+        return self.sessions.open(
+            request,
+            prompt_ids,
+            max_tokens,
+            OutputText(self.model.detokenizer(), request.stop),
+            timeline,
+            received_s,
+            deadline_s,
+        )
+
+    def _max_tokens(self, request: ValidRequest, num_prompt_ids: int) -> int:
+        limits = length_limits(self.membership.loads())
+        if limits is None:
+            raise NoNodes(
+                "no prefill and decode node of equal identity are ready",
+                hint=self.membership.why_empty(),
+                retry_after_s=1.0,
+            )
+        return resolve_max_tokens(num_prompt_ids, request.max_tokens, limits, input_field(request.input))
