@@ -9,8 +9,9 @@ from rich.console import Console, RenderableType
 from pdserve.cli.doctor import Finding, Verdict, finding_view
 from pdserve.cli.status import Look, node_load, router_load, state_view
 from pdserve.cli.timeline_view import BAR_CELLS, bar_of, nested_in, timeline_view
-from pdserve.client.answer import ClusterState, ModelCard, NodeView, SessionView, Stage
+from pdserve.client.cluster import ClusterState, ModelCard, NodeView, SessionView
 from pdserve.client.pb import summary_from_pb
+from pdserve.client.timeline import Stage
 from pdserve.client.unreachable import essence_of
 from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.ids import Incarnation

@@ -14,6 +14,7 @@ from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc, timeline_pb2
 
 NAME = "pdserve.v1.InferenceService"
+MAX_MODEL_LEN = 64
 
 
 def process(role: int) -> pb.ProcessInfo:
@@ -92,8 +93,22 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(
-            models=[pb.Model(name="m", max_model_len=64, vocab_size=9, has_chat_template=True)]
+            models=[pb.Model(name="m", max_model_len=MAX_MODEL_LEN, vocab_size=9, has_chat_template=True)]
         )
+
+    async def Tokenize(
+        self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.TokenizeResponse:
+        """One token per word; its id is the word's length."""
+        texts = [message.content for message in request.chat.messages] or [request.text]
+        words = [word for text in texts for word in text.split()]
+        return pb.TokenizeResponse(token_ids=[len(w) for w in words], tokens=words, max_model_len=MAX_MODEL_LEN)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DetokenizeResponse:
+        """A word of x for every id."""
+        return pb.DetokenizeResponse(text=" ".join("x" * token_id for token_id in request.token_ids))
 
     async def GetClusterState(
         self, request: pb.GetClusterStateRequest, context: grpc.aio.ServicerContext[Any, Any]

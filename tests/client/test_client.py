@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.client import Answer, Chat, Client, Delta, Options, Turn
+from pdserve.client import Answer, AsyncClient, Chat, Delta, Options, Turn
 from pdserve.client.checks import check_address
 from pdserve.client.request import Prompt
 from pdserve.core.errors import InternalError, InvalidRequest, Overloaded, Unreachable
@@ -22,7 +22,7 @@ DEADLINE_S = 30.0
 
 @pytest.mark.asyncio
 async def test_answer_arrives_part_by_part_and_whole() -> None:
-    async with stub_router() as (_, address), Client(address) as client:
+    async with stub_router() as (_, address), AsyncClient(address) as client:
         answer = Answer()
         async for part in client.generate("hello"):
             answer.add(part)
@@ -42,14 +42,14 @@ async def test_answer_arrives_part_by_part_and_whole() -> None:
 
 @pytest.mark.asyncio
 async def test_unset_options_stay_unset_and_given_ones_travel() -> None:
-    async with stub_router() as (router, address), Client(address) as client:
+    async with stub_router() as (router, address), AsyncClient(address) as client:
         await client.complete("text")
         await client.complete((1, 2), Options(temperature=0.0, max_tokens=1, stop=("x",), seed=0))
         await client.complete(Chat((Turn("user", "hi"),)), Options(top_p=0.5, ignore_eos=True, stop_token_ids=(3,)))
         bare, ids, chat = router.requests
-        assert bare == pb.GenerateRequest(text="text", stream=False, stop=bare.stop)
+        assert bare == pb.GenerateRequest(text="text", stream=False)
         assert not bare.HasField("sampling")
-        assert not bare.stop.HasField("max_tokens")
+        assert not bare.HasField("stop")
         assert list(ids.token_ids.ids) == [1, 2]
         assert ids.sampling.HasField("temperature")
         assert ids.sampling.HasField("seed")
@@ -77,7 +77,7 @@ async def test_unset_options_stay_unset_and_given_ones_travel() -> None:
 )
 @pytest.mark.asyncio
 async def test_what_cannot_be_sent_is_refused_by_name(prompt: Prompt, options: Options, said: str) -> None:
-    async with stub_router() as (router, address), Client(address) as client:
+    async with stub_router() as (router, address), AsyncClient(address) as client:
         with pytest.raises(InvalidRequest, match=re.escape(said)) as refused:
             await client.complete(prompt, options)
         assert refused.value.field
@@ -124,7 +124,7 @@ async def test_stranger_that_answers_is_told_as_that() -> None:
     try:
         async with await asyncio.start_server(greet, "127.0.0.1", 0) as web:
             for port in (node.port, web.sockets[0].getsockname()[1]):
-                async with Client(f"127.0.0.1:{port}") as client:
+                async with AsyncClient(f"127.0.0.1:{port}") as client:
                     with pytest.raises(Unreachable, match=f"what answers at 127.0.0.1:{port} is no pdserve router"):
                         await client.cluster_state()
                     with pytest.raises(Unreachable, match="is no pdserve router"):
@@ -135,7 +135,7 @@ async def test_stranger_that_answers_is_told_as_that() -> None:
 
 @pytest.mark.asyncio
 async def test_routers_error_arrives_typed_after_the_parts_before_it() -> None:
-    async with stub_router() as (router, address), Client(address) as client:
+    async with stub_router() as (router, address), AsyncClient(address) as client:
         router.answer = ANSWER[:1]
         router.error = Overloaded("queues are full", hint="come back", retry_after_s=2.0)
         answer = Answer()
@@ -149,7 +149,7 @@ async def test_routers_error_arrives_typed_after_the_parts_before_it() -> None:
 
 @pytest.mark.asyncio
 async def test_stream_that_ends_without_a_summary_is_an_error() -> None:
-    async with stub_router() as (router, address), Client(address) as client:
+    async with stub_router() as (router, address), AsyncClient(address) as client:
         router.answer = ANSWER[:2]
         with pytest.raises(InternalError, match="without a summary"):
             await client.complete("hello")
@@ -157,7 +157,7 @@ async def test_stream_that_ends_without_a_summary_is_an_error() -> None:
 
 @pytest.mark.asyncio
 async def test_nothing_at_the_address_is_told_with_what_to_do() -> None:
-    async with Client("127.0.0.1:1") as client:
+    async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(Unreachable, match=r"no router answers at 127\.0\.0\.1:1 \(connection refused\)") as refused:
             await client.cluster_state()
         assert "pdserve up" in refused.value.hint
@@ -191,7 +191,7 @@ async def test_connection_that_breaks_in_mid_answer_is_told_as_that() -> None:
     async with stub_router() as (router, address), relay_to(address) as (relay, writers):
         router.answer, router.hangs = ANSWER[:1], True
         port = relay.sockets[0].getsockname()[1]
-        async with Client(f"127.0.0.1:{port}") as client:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
             parts = client.generate("hello")
             assert isinstance(await anext(parts), Delta)
             for writer in writers:
@@ -202,7 +202,7 @@ async def test_connection_that_breaks_in_mid_answer_is_told_as_that() -> None:
 
 @pytest.mark.asyncio
 async def test_leaving_the_answer_cancels_the_call() -> None:
-    async with stub_router() as (router, address), Client(address) as client:
+    async with stub_router() as (router, address), AsyncClient(address) as client:
         router.answer, router.hangs = ANSWER[:1], True
         parts = client.generate("hello")
         await anext(parts)
@@ -213,7 +213,7 @@ async def test_leaving_the_answer_cancels_the_call() -> None:
 
 @pytest.mark.asyncio
 async def test_cluster_state_and_models() -> None:
-    async with stub_router() as (_, address), Client(address) as client:
+    async with stub_router() as (_, address), AsyncClient(address) as client:
         state = await client.cluster_state()
         assert [(node.state, node.process is None) for node in state.nodes] == [("ready", False), ("down", True)]
         assert state.sessions[0].state == "DECODING"

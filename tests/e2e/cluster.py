@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.client import Answer, Client, Options
-from pdserve.client.answer import ClusterState
+from pdserve.client import Answer, AsyncClient, Options
+from pdserve.client.cluster import ClusterState
 from pdserve.client.request import Prompt
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import secret_metadata
@@ -96,7 +96,7 @@ class Cluster:
     secret: bytes | None = None
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
-    client: Client = field(init=False)
+    client: AsyncClient = field(init=False)
     baseline: dict[str, dict[str, float]] = field(default_factory=dict)
     """Gauges of each process when the cluster was new, or when the process was first seen at rest."""
 
@@ -211,7 +211,7 @@ class Cluster:
         for process in self.nodes.values():
             arguments += [f"--{process.arguments[0]}", process.grpc]
         self.router = start_process("router", arguments, self.folder)
-        self.client = Client(self.router.grpc)
+        self.client = AsyncClient(self.router.grpc)
 
     async def stop(self) -> None:
         """Stop everything; whatever does not stop by itself is killed."""

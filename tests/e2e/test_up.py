@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.client import Client, Options
+from pdserve.client import AsyncClient, Options
 from pdserve.core.errors import AddressInUse
 from pdserve.rpc.ports import check_port
 from tests.e2e.cluster import DEADLINE_S, ROOT, START_S, start_cluster, until
@@ -65,7 +65,7 @@ async def up(model: Path, *options: str) -> AsyncIterator[Up]:
 
 async def answer(address: str, model: Path) -> None:
     """Ask for a short answer and hold it against the oracle."""
-    async with Client(address) as client:
+    async with AsyncClient(address) as client:
         result = await client.complete("up and running", Options(max_tokens=12))
     assert result.token_ids == expected_tokens(model, prompt_ids("up and running"), 12)[0]
 
@@ -101,7 +101,7 @@ async def test_a_killed_node_is_restarted_and_the_first_signal_drains(tiny: Path
         os.kill(int(decode["pid"]), signal.SIGKILL)
         await cluster.until_event("restarting")
         await cluster.until_event("started", 4)
-        async with Client(cluster.address) as client:
+        async with AsyncClient(cluster.address) as client:
 
             async def ready() -> bool:
                 return all(node.state == "ready" for node in (await client.cluster_state()).nodes)

@@ -90,10 +90,10 @@ def prompt_of(text: str, *, chat: bool | None, system: str | None) -> "Prompt":
 async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool, as_json: bool = False) -> "Answer":
     """Write the answer to standard output as it comes, and return it whole."""
     from pdserve.cli.report import write_json
-    from pdserve.client import Answer, Client, Delta
+    from pdserve.client import NO_RETRIES, Answer, AsyncClient, Delta
 
     answer = Answer()
-    async with Client(server) as client:
+    async with AsyncClient(server, retry=NO_RETRIES) as client:
         try:
             async for part in client.generate(prompt, options, stream=stream):
                 answer.add(part)

@@ -1,6 +1,6 @@
 """Asks a starting router what it still waits for."""
 
-from pdserve.client.client import Client
+from pdserve.client.async_client import AsyncClient
 from pdserve.client.unreachable import essence_of
 from pdserve.core.errors import PdserveError
 
@@ -9,13 +9,13 @@ class RouterProbe:
     """A question that may be asked again and again; close it at the end."""
 
     def __init__(self) -> None:
-        self._client: Client | None = None
+        self._client: AsyncClient | None = None
 
     async def __call__(self, address: str) -> str:
         """Return "" when the router at `address` serves, else what it waits for."""
         if self._client is None or self._client.address != address:
             await self.close()
-            self._client = Client(address)
+            self._client = AsyncClient(address)
         if await self._client.is_ready():
             return ""
         try:

@@ -11,7 +11,7 @@ from pdserve.cli.generate import SERVER, ServerOption
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pdserve.client.answer import ClusterState, ModelCard, NodeView
+    from pdserve.client.cluster import ClusterState, ModelCard, NodeView
     from pdserve.core.build import ProcessInfo
 
 STATE_STYLES = {
@@ -57,9 +57,9 @@ def status(
 
 async def look(server: str) -> Look:
     """Ask a router for its state and its models."""
-    from pdserve.client import Client
+    from pdserve.client import AsyncClient
 
-    async with Client(server) as client:
+    async with AsyncClient(server) as client:
         return Look(server, await client.cluster_state(), await client.models(), await client.is_ready())
 
 

@@ -5,7 +5,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.cli.report import count
-from pdserve.client.answer import Overlapped, Stage, Summary, Timeline
+from pdserve.client.answer import Summary
+from pdserve.client.timeline import Overlapped, Stage, Timeline
 
 BAR_CELLS = 40
 INNER_ORDER = ("queue", "wait", "compute")

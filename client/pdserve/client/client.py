@@ -1,123 +1,139 @@
-"""One connection to a router."""
+"""One connection to a router, for programs without an event loop; gRPC's own plain stubs do the waiting."""
 
+import random
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client import pb as translate
-from pdserve.client.answer import Answer, ClusterState, Delta, Finished, ModelCard, Summary
+from pdserve.client.answer import Answer, Tokens
+from pdserve.client.answer_stream import AnswerStream, Course
+from pdserve.client.channels import CALL_TIMEOUT_S, open_channel
 from pdserve.client.checks import check_address, check_request
-from pdserve.client.request import Options, Prompt
-from pdserve.client.unreachable import unreachable
-from pdserve.core.errors import DeadlineExceeded, InternalError, InvalidRequest, PdserveError
-from pdserve.rpc.errors import error_from_rpc
-from pdserve.rpc.options import channel_options
+from pdserve.client.cluster import ClusterState, ModelCard
+from pdserve.client.failures import error_of
+from pdserve.client.many import MAX_CONCURRENCY, complete_many
+from pdserve.client.pb_request import detokenize_to_pb, request_to_pb, tokenize_to_pb
+from pdserve.client.request import Chat, Options, Prompt
+from pdserve.client.retries import RetryPolicy, Tries
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
-CALL_TIMEOUT_S = 10.0
-"""Deadline of the short calls; `generate` has the one that its options give, or none."""
-
+Asked_contra = TypeVar("Asked_contra", contravariant=True)
+Told_co = TypeVar("Told_co", covariant=True)
+Q = TypeVar("Q")
 T = TypeVar("T")
 
 
-class Client:
-    """A router's public contract. Use as `async with Client("127.0.0.1:50051") as client`.
+class Method(Protocol[Asked_contra, Told_co]):
+    """A short call of the stub."""
 
-    Every method raises a `PdserveError`: the router's own, or Unreachable when no router answers at the address. The constructor
-    raises InvalidRequest for an address that is not HOST:PORT.
+    def __call__(self, request: Asked_contra, timeout: float | None = None) -> Told_co:
+        """Ask, and wait for the answer."""
+        ...
+
+
+class Client:
+    """A router's public contract, without an event loop. Use as `with Client("127.0.0.1:50051") as client`.
+
+    Any number of threads may share a client. It does not survive a fork: make it in the process that uses it. Errors, `retry`,
+    `root_certificates`, `sleep` and `chance` are those of `AsyncClient`.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        root_certificates: bytes | None = None,
+        retry: RetryPolicy | None = None,
+        sleep: Callable[[float], object] | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         check_address(address)
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(64 << 20))
+        self._retry = retry or RetryPolicy()
+        self._sleep, self._chance = sleep, chance
+        self._channel = open_channel(address, root_certificates)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        self.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close the connection; calls still running are cancelled."""
-        await self._channel.close()
+        self._channel.close()
 
-    async def generate(
-        self, prompt: Prompt, options: Options | None = None, *, stream: bool = True
-    ) -> AsyncGenerator[Delta | Finished | Summary, None]:
-        """Yield the parts of the answer as they arrive; the summary is the last one.
+    def generate(self, prompt: Prompt, options: Options | None = None, *, stream: bool = True) -> AnswerStream:
+        """Return the answer's parts as they will arrive; the call is made when the first is asked for.
 
-        Leaving the iteration early (`aclose`, cancellation) cancels the call on the router. With `stream` false all parts
-        arrive at once. Raises InvalidRequest for what the contract cannot carry, and InternalError if the stream ends without
-        its summary.
+        With `stream` false all parts arrive at once. Raises InvalidRequest at once for what the contract cannot carry; the
+        iteration raises the router's error, and InternalError if the stream ends without its summary.
         """
         options = options or Options()
         check_request(prompt, options)
-        try:
-            request = translate.request_to_pb(prompt, options, stream=stream)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
-        began_s = time.monotonic()
-        call = self._stub.Generate(request, timeout=options.timeout_s)
-        is_complete = has_begun = False
-        try:
-            async for message in call:
-                arrival_s = time.monotonic() - began_s
-                for part in translate.parts_from_pb(message, arrival_s):
-                    has_begun, is_complete = True, isinstance(part, Summary)
-                    yield part
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error, has_begun=has_begun) from None
-        finally:
-            call.cancel()
-        if not is_complete:
-            raise InternalError("the answer ended without a summary", hint="the router broke its contract; see its log")
+        request = request_to_pb(prompt, options, stream=stream)
+        course = Course(
+            start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            address=self.address,
+            tries=Tries(self._retry, time.monotonic(), options.timeout_s),
+            chance=self._chance,
+            sleep=self._sleep,
+        )
+        return AnswerStream(course)
 
-    async def complete(self, prompt: Prompt, options: Options | None = None) -> Answer:
+    def complete(self, prompt: Prompt, options: Options | None = None) -> Answer:
         """Return the whole answer, asked for in one message."""
-        answer = Answer()
-        async for part in self.generate(prompt, options, stream=False):
-            answer.add(part)
-        return answer
+        with self.generate(prompt, options, stream=False) as parts:
+            return parts.whole()
 
-    async def models(self) -> tuple[ModelCard, ...]:
+    def complete_many(
+        self, prompts: Iterable[Prompt], options: Options | None = None, *, concurrency: int = MAX_CONCURRENCY
+    ) -> list[Answer]:
+        """Return the answers to many prompts, in their order, at most `concurrency` of them under way at once, a thread each.
+
+        The first failure cancels what is under way and is raised.
+        """
+        return complete_many(lambda prompt: self.generate(prompt, options, stream=False), prompts, concurrency)
+
+    def tokenize(self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None) -> Tokens:
+        """Return the tokens that `generate` would compute for the same prompt."""
+        return translate.tokens_from_pb(
+            self._short(self._stub.Tokenize, tokenize_to_pb(prompt, model, add_special_tokens))
+        )
+
+    def detokenize(self, token_ids: Iterable[int], *, model: str = "", show_special_tokens: bool | None = None) -> str:
+        """Return the text of token ids; bytes that are no UTF-8 are U+FFFD."""
+        request = detokenize_to_pb(tuple(token_ids), model, show_special_tokens)
+        return self._short(self._stub.Detokenize, request).text
+
+    def models(self) -> tuple[ModelCard, ...]:
         """Return the models that the router serves."""
-        request = inference_pb2.ListModelsRequest()
-        return translate.models_from_pb(await self._short(self._stub.ListModels(request, timeout=CALL_TIMEOUT_S)))
+        return translate.models_from_pb(self._short(self._stub.ListModels, inference_pb2.ListModelsRequest()))
 
-    async def cluster_state(self) -> ClusterState:
+    def cluster_state(self) -> ClusterState:
         """Return the router's view of its nodes and sessions."""
         request = inference_pb2.GetClusterStateRequest()
-        answer = await self._short(self._stub.GetClusterState(request, timeout=CALL_TIMEOUT_S))
-        return translate.cluster_from_pb(answer)
+        return translate.cluster_from_pb(self._short(self._stub.GetClusterState, request))
 
-    async def is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the router says that it can serve; False also when nothing answers."""
         stub = health_pb2_grpc.HealthStub(self._channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _short(self, call: Awaitable[T]) -> T:
+    def _short(self, method: Method[Q, T], request: Q) -> T:
         try:
-            return await call
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-
-    def _error(self, error: grpc.aio.AioRpcError, *, has_begun: bool = False) -> PdserveError:
-        lost = unreachable(self.address, error, has_begun=has_begun)
-        if lost is not None:
-            return lost
-        typed = error_from_rpc(error)
-        if isinstance(typed, DeadlineExceeded) and not typed.hint:
-            return DeadlineExceeded("the deadline passed before the answer was complete", hint="allow more time")
-        return typed
+            return method(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise error_of(self.address, error) from None

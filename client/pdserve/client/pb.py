@@ -1,67 +1,60 @@
-"""Protobuf messages to values and back: the only place of this room that sees generated types' fields."""
+"""Protobuf messages of a router to values. With `pb_request`, the only place of this room that sees generated types' fields."""
 
 from collections.abc import Iterator
 
 from pdserve.client.answer import (
-    ClusterState,
     Delta,
     Finished,
-    ModelCard,
-    NodeView,
-    Overlapped,
-    SessionView,
-    Stage,
-    Stall,
+    Part,
+    PromptScores,
+    ScoredToken,
     Summary,
-    Timeline,
+    Tokens,
+    ToolCallDelta,
+    TopLogprobs,
     Usage,
 )
-from pdserve.client.request import Chat, Options, Prompt
+from pdserve.client.cluster import ClusterState, ModelCard, NodeView, SessionView
+from pdserve.client.timeline import Overlapped, Stage, Stall, Timeline
 from pdserve.core.work import FinishReason
 from pdserve.rpc.process import process_from_pb
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import timeline_pb2
 
 
-def request_to_pb(prompt: Prompt, options: Options, *, stream: bool) -> pb.GenerateRequest:
-    """Return the message of a request. Raises ValueError for a number that the field cannot hold, e.g. a negative count."""
-    request = pb.GenerateRequest(request_id=options.request_id, model=options.model, stream=stream)
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif isinstance(prompt, Chat):
-        turns = [pb.ChatMessage(role=turn.role, content=turn.content) for turn in prompt.turns]
-        request.chat.CopyFrom(pb.ChatInput(messages=turns))
-    else:
-        try:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"token_ids: {error}") from None
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-        _set(request.sampling, name, getattr(options, name))
-    for name in ("max_tokens", "ignore_eos"):
-        _set(request.stop, name, getattr(options, name))
-    request.stop.stop.extend(options.stop)
-    request.stop.stop_token_ids.extend(options.stop_token_ids)
-    return request
-
-
-def _set(message: pb.SamplingParameters | pb.StopConditions, name: str, value: float | None) -> None:
-    if value is not None:
-        try:
-            setattr(message, name, value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{name}: {error}") from None
-
-
-def parts_from_pb(message: pb.GenerateResponse, arrival_s: float) -> Iterator[Delta | Finished | Summary]:
+def parts_from_pb(message: pb.GenerateResponse, arrival_s: float) -> Iterator[Part]:
     """Yield the parts of one message in their order."""
+    if message.prompt:
+        yield PromptScores(tuple(_scored_from_pb(token) for token in message.prompt))
     for delta in message.deltas:
-        yield Delta(delta.text, tuple(delta.token_ids), tuple(delta.logprobs), arrival_s)
+        yield Delta(
+            text=delta.text,
+            token_ids=tuple(delta.token_ids),
+            logprobs=tuple(delta.logprobs),
+            arrival_s=arrival_s,
+            sequence=delta.sequence,
+            top_logprobs=tuple(_top_from_pb(top) for top in delta.top_logprobs),
+            reasoning=delta.reasoning,
+            tool_calls=tuple(ToolCallDelta(t.index, t.id, t.name, t.arguments) for t in delta.tool_calls),
+        )
     for end in message.finished:
         token_id = end.stop_token_id if end.HasField("stop_token_id") else None
-        yield Finished(FinishReason(end.reason), end.stop, token_id)
+        yield Finished(FinishReason(end.reason), end.stop, token_id, end.sequence)
     if message.HasField("summary"):
         yield summary_from_pb(message.summary)
+
+
+def _scored_from_pb(token: pb.ScoredToken) -> ScoredToken:
+    return ScoredToken(token.token_id, token.logprob if token.HasField("logprob") else None, _top_from_pb(token.top))
+
+
+def _top_from_pb(top: pb.TopLogprobs) -> TopLogprobs:
+    return tuple(zip(top.token_ids, top.logprobs, strict=True))
+
+
+def tokens_from_pb(message: pb.TokenizeResponse) -> Tokens:
+    """Return the tokens of an input."""
+    return Tokens(tuple(message.token_ids), tuple(message.tokens), message.max_model_len)
 
 
 def summary_from_pb(message: pb.Summary) -> Summary:

@@ -21,6 +21,8 @@ ESSENCES = {
     "Method not found": "what answers has no such service",
 }
 """What gRPC's long texts come down to, by a part of each; the first that fits counts."""
+RECONNECT_S = 0.1
+"""When to dial again where nobody answered; a router that restarts is back within seconds."""
 STRANGERS = ("http1.x server", "Failed parsing HTTP/2")
 
 
@@ -29,7 +31,7 @@ def essence_of(text: str) -> str:
     return next((essence for part, essence in ESSENCES.items() if part in text), text)
 
 
-def unreachable(address: str, error: grpc.aio.AioRpcError, *, has_begun: bool) -> PdserveError | None:
+def unreachable(address: str, error: grpc.RpcError, *, has_begun: bool) -> PdserveError | None:
     """Return the error that says why no router of ours answered the call, or None if one did."""
     if error.trailing_metadata():
         return None
@@ -54,5 +56,6 @@ def unreachable(address: str, error: grpc.aio.AioRpcError, *, has_begun: bool) -
     return Unreachable(
         f"no router answers at {address} ({essence_of(details)})",
         hint="start one with `pdserve up`, or name another with --server HOST:PORT",
+        retry_after_s=RECONNECT_S,
         metadata=metadata,
     )

@@ -50,7 +50,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
     raise AssertionError("context.abort always raises")
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError) -> PdserveError:
+def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     """Return the typed error that a failed call carries; calls without our details become the class of their code."""
     status = rpc_status.aio_from_call(error) if hasattr(rpc_status, "aio_from_call") else _status_in(error)
     info = error_details_pb2.ErrorInfo()
@@ -72,7 +72,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PdserveError:
     )
 
 
-def _status_in(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+def _status_in(error: grpc.RpcError) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
             raw = value if isinstance(value, bytes) else value.encode("latin-1")

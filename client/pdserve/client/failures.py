@@ -1,0 +1,23 @@
+"""A failed call as the typed error that it means."""
+
+import grpc
+
+from pdserve.client.unreachable import unreachable
+from pdserve.core.errors import DeadlineExceeded, InternalError, PdserveError
+from pdserve.rpc.errors import error_from_rpc
+
+
+def error_of(address: str, error: grpc.RpcError, *, has_begun: bool = False) -> PdserveError:
+    """Return the router's own error, or the one that says why no router answered. `has_begun`: parts had arrived."""
+    lost = unreachable(address, error, has_begun=has_begun)
+    if lost is not None:
+        return lost
+    typed = error_from_rpc(error)
+    if isinstance(typed, DeadlineExceeded) and not typed.hint:
+        return DeadlineExceeded("the deadline passed before the answer was complete", hint="allow more time")
+    return typed
+
+
+def no_summary() -> InternalError:
+    """Return the error of a stream that ended as if all were well, and was not whole."""
+    return InternalError("the answer ended without a summary", hint="the router broke its contract; see its log")
