@@ -11,6 +11,7 @@ from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import FinishReason, SampledToken
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, Kind, decode, encode
 from pdserve.kvtransfer.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Ack,
     Beat,
@@ -46,7 +47,14 @@ SAMPLES: dict[Kind, Message] = {
     Kind.GRANT: Grant(ID, 16),
     Kind.DATA: Data(ID, 3, 7, range(2, 5), range(16, 32), "float32", len(PAYLOAD), checksum(PAYLOAD), (0, 0)),
     Kind.COMMIT: Commit(
-        ID, 3, 8, (SampledToken(0, 7, -0.5), SampledToken(0, 9, -1e-3, FinishReason.LENGTH)), {"prefill.queue": 0.25}
+        ID,
+        3,
+        8,
+        (
+            SampledToken(0, 7, -0.5, None, 2, ((7, -0.5), (9, -1.0))),
+            SampledToken(0, 9, -1e-3, FinishReason.LENGTH, 63),
+        ),
+        {"prefill.queue": 0.25},
     ),
     Kind.ACK: Ack(ID),
     Kind.NACK: Nack(ID, NackReason.CHECKSUM, "frame 7"),
@@ -169,8 +177,10 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
 
 
 def test_another_version_is_still_recognised() -> None:
-    message, _ = decode([encode(Hello(INCARNATION, OTHER, b"n" * 16, None, b"", protocol_version=2))])
-    assert message == Hello(INCARNATION, OTHER, b"n" * 16, None, b"", protocol_version=2)
+    message, _ = decode(
+        [encode(Hello(INCARNATION, OTHER, b"n" * 16, None, b"", protocol_version=PROTOCOL_VERSION + 1))]
+    )
+    assert message == Hello(INCARNATION, OTHER, b"n" * 16, None, b"", protocol_version=PROTOCOL_VERSION + 1)
 
 
 def test_what_does_not_fit_is_refused_on_encoding() -> None:
@@ -211,3 +221,11 @@ def test_a_made_up_body_with_a_good_seal_raises_nothing_but_frame_errors(kind: K
     except FrameError:
         return
     assert type(message) in {type(sample) for sample in SAMPLES.values()}
+
+
+def test_a_commit_of_64_sequences_with_20_alternatives_each_fits_a_frame() -> None:
+    top = tuple((rank, -1.5) for rank in range(20))
+    tokens = tuple(SampledToken(0, 2**32 - 1, -0.5, None, sequence, top) for sequence in range(64))
+    message, _ = decode([encode(Commit(ID, 1, 8, tokens, {"prefill.queue": 0.25}))])
+    assert isinstance(message, Commit)
+    assert message.tokens == tokens

@@ -74,7 +74,9 @@ def test_equal_nodes_meet() -> None:
 def test_another_version_is_refused_by_name() -> None:
     world = World()
     world.receiver.set_peers(frozenset({world.mine.incarnation}), 0.0)
-    hello = Hello(world.mine.incarnation, world.theirs.incarnation, b"n" * 16, None, protocol_version=2)
+    hello = Hello(
+        world.mine.incarnation, world.theirs.incarnation, b"n" * 16, None, protocol_version=PROTOCOL_VERSION + 1
+    )
     world.receiver.message(Route(b"r"), hello, memoryview(b""), 0.0)
     world.settle()
     refusal = world.said("<", Refuse)[0]

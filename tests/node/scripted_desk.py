@@ -18,6 +18,7 @@ class ScriptedDesk:
     legs: Legs
     submitted: list[Work] = field(default_factory=list)
     cancelled: list[tuple[LegKey, str]] = field(default_factory=list)
+    cancelled_sequences: list[tuple[LegKey, frozenset[int], str]] = field(default_factory=list)
     drained: list[LegKey] = field(default_factory=list)
     peers: tuple[Peer, ...] = ()
     num_waiting: int = 0
@@ -32,6 +33,9 @@ class ScriptedDesk:
     def cancel(self, leg: LegKey, reason: str) -> None:
         self.cancelled.append((leg, reason))
         self.legs.refuse(leg, LegOutcome.CANCELLED, reason)
+
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str) -> None:
+        self.cancelled_sequences.append((leg, sequences, reason))
 
     def drain(self, leg: LegKey) -> None:
         self.drained.append(leg)

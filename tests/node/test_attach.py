@@ -109,6 +109,19 @@ async def test_a_submit_reaches_the_desk_and_a_cancel_too() -> None:
         assert node.desk.cancelled == [(leg(1), "client")]
 
 
+async def test_a_cancel_of_some_sequences_leaves_the_leg_open() -> None:
+    async with served() as node:
+        call = await node.attach()
+        await call.write(submit(1, num_sequences=4))
+        await call.write(node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=1, attempt=1, sequences=[1, 3])))
+        await call.write(node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=9, attempt=1, sequences=[0])))
+        [unknown] = await read_events(call, 1)
+        assert (unknown.session_id, unknown.WhichOneof("event")) == (9, "released")
+        assert node.desk.cancelled_sequences == [(leg(1), frozenset({1, 3}), "cancelled")]
+        assert node.desk.cancelled == []
+        assert node.servicer.legs.is_open(leg(1))
+
+
 async def test_hello_must_come_first() -> None:
     async with served() as node:
         call = node_pb2_grpc.NodeServiceStub(node.channel).Attach()
@@ -167,7 +180,7 @@ async def test_a_router_that_does_not_read_loses_its_lease() -> None:
             while not lost.is_set():
                 if node.servicer.legs.is_open(leg(1)) and node.servicer.legs.pending_bytes() < 4_000_000:
                     for _ in range(2000):
-                        node.servicer.legs.tokens(leg(1), sampled(index))
+                        node.servicer.legs.token(leg(1), sampled(index))
                         index += 1
                 await asyncio.sleep(0)
         assert "does not read" in node.desk.cancelled[0][1]

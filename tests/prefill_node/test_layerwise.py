@@ -25,8 +25,8 @@ from pdserve.kvtransfer.inprocess import InProcessNetwork
 from pdserve.kvtransfer.messages import Data
 from pdserve.node.bound_blocks import BoundBlocks
 from pdserve.prefill_node.handoff import Handoff
+from pdserve.prefill_node.instructions import PlannedChunk, StepPlan
 from pdserve.prefill_node.job import JOB_TABLE, Job
-from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
 from pdserve.prefill_node.worker import PrefillWorker
 from tests.kvtransfer.nodes import WAIT_S, Events
 from tests.node.works import work
@@ -149,7 +149,7 @@ def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
         worker = PrefillWorker(engine, corridor.mark_ready, SystemClock())
         for start in range(0, NUM_TOKENS, CHUNK):
             stop = min(NUM_TOKENS, start + CHUNK)
-            worker.execute(StepPlan((PlannedChunk(job, range(start, stop), samples=stop == NUM_TOKENS),)))
+            worker.execute(StepPlan((PlannedChunk(job, range(start, stop), (0,) if stop == NUM_TOKENS else ()),)))
         assert engine.left_in_time, "DATA of layer 0 was enqueued only after the whole prefill"
         corridor.commit(leg.transfer_id, (SampledToken(0, 1, -0.5),), {})
         received.wait(Received)

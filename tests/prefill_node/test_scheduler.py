@@ -11,18 +11,17 @@ from pdserve.core.work import LegOutcome
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
-from pdserve.prefill_node.job import JOB_TABLE, JobEvent, JobState
-from pdserve.prefill_node.scheduler import (
+from pdserve.prefill_node.instructions import (
     AbortTransfer,
     BindBlocks,
     CommitTransfer,
     Instruction,
     OpenTransfer,
-    PrefillLimits,
-    PrefillScheduler,
     ReportFirstToken,
     StepPlan,
 )
+from pdserve.prefill_node.job import JOB_TABLE, JobEvent, JobState
+from pdserve.prefill_node.scheduler import PrefillLimits, PrefillScheduler
 from tests.node.works import leg, transfer, work
 
 EOS = 2
@@ -42,7 +41,7 @@ def step(target: PrefillScheduler, result: ChunkResult = TOKEN) -> tuple[list[tu
     plan, before = target.plan(1.0)
     if plan is None:
         return [], before
-    results = [result if chunk.samples else NOTHING for chunk in plan.chunks]
+    results = [result if chunk.sequences else NOTHING for chunk in plan.chunks]
     after = target.step_done(plan, results, 0.1, 1.1)
     return [(chunk.job.work.leg.session.session_id, chunk.tokens) for chunk in plan.chunks], before + after
 
@@ -250,7 +249,7 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], bloc
     def finish_step() -> None:
         nonlocal running
         if running is not None:
-            take(target.step_done(running, [TOKEN if c.samples else NOTHING for c in running.chunks], 0.1, 1.0))
+            take(target.step_done(running, [TOKEN if c.sequences else NOTHING for c in running.chunks], 0.1, 1.0))
         running = None
 
     for number, event in events:

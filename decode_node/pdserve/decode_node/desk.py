@@ -115,7 +115,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             case ReportAdopted(leg, tokens, durations_s):
                 self._legs.adopted(leg, tokens, durations_s)
             case ReportToken(leg, token):
-                self._legs.tokens(leg, token)
+                self._legs.token(leg, token)
             case ReportEnd() | ReportRelease():
                 self._report(instruction)
 

@@ -174,6 +174,13 @@ class DecodeScheduler:
         sequence = self._sequences.get(leg)
         return [] if sequence is None else self._end(sequence, outcome, reason, "", now_s)
 
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str, now_s: float) -> list[Instruction]:
+        """End some sequences of a leg."""
+        sequence = self._sequences.get(leg)
+        if sequence is None or not set(sequence.work.sequences) <= sequences:
+            return []
+        return self._end(sequence, LegOutcome.CANCELLED, reason, "", now_s)
+
     def expire(self, now_s: float) -> list[Instruction]:
         """End sequences whose client's deadline passed, and look again for blocks for those that wait."""
         late = [s for s in self._sequences.values() if s.work.deadline_s is not None and now_s > s.work.deadline_s]

@@ -5,7 +5,7 @@ from pdserve.decode_node.scheduler import StepPlan
 from pdserve.decode_node.sequence import Sequence
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 from pdserve.node.step_loop import StepRecord
 
 

@@ -293,10 +293,7 @@ def _write_commit(w: FrameWriter, m: Commit) -> None:
     w.number("I", m.num_frames)
     _count(w, len(m.tokens))
     for token in m.tokens:
-        w.number("I", token.index)
-        w.number("I", token.token_id)
-        w.number("d", token.logprob)
-        w.number("B", token.finish_reason or 0)
+        _write_token(w, token)
     _count(w, len(m.durations_s))
     for name, seconds in m.durations_s.items():
         w.text(name)
@@ -309,12 +306,25 @@ def _read_commit(r: FrameReader) -> Commit:
     return Commit(transfer_id, attempt, num_frames, tokens, dict(r.many(lambda: (r.text(), r.real()))))
 
 
+def _write_token(w: FrameWriter, token: SampledToken) -> None:
+    w.number("H", token.sequence)
+    w.number("I", token.index)
+    w.number("I", token.token_id)
+    w.number("d", token.logprob)
+    w.number("B", token.finish_reason or 0)
+    _count(w, len(token.top))
+    for token_id, logprob in token.top:
+        w.number("I", token_id)
+        w.number("d", logprob)
+
+
 def _read_token(r: FrameReader) -> SampledToken:
-    index, token_id, logprob = r.integer("I"), r.integer("I"), r.real()
+    sequence, index, token_id, logprob = r.integer("H"), r.integer("I"), r.integer("I"), r.real()
     reason = r.integer("B")
     if reason and reason not in FinishReason.__members__.values():
         raise FrameError(f"finish reason: {reason} is unknown")
-    return SampledToken(index, token_id, logprob, FinishReason(reason) if reason else None)
+    top = r.many(lambda: (r.integer("I"), r.real()))
+    return SampledToken(index, token_id, logprob, FinishReason(reason) if reason else None, sequence, top)
 
 
 def _write_ack(w: FrameWriter, m: Ack) -> None:

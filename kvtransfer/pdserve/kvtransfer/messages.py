@@ -12,7 +12,7 @@ from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.layout import KvLayout
 from pdserve.core.work import SampledToken
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ALL_HEADS = (0, 0)
 """A KV-head range that means all heads of every layer; the only one so far."""
 

@@ -19,6 +19,7 @@ from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.outbox import Outbox
 from pdserve.node.pb import Peer
+from pdserve.node.pb_work import work_from_pb
 from pdserve.v1 import node_pb2
 
 STATUS_S = 1.0
@@ -185,7 +186,7 @@ class RouterStream:
             case "submit_part":
                 self._take_part(request.submit_part)
             case "cancel":
-                self._take_cancel(pb.leg_of(self.router, request.cancel), request.cancel.reason)
+                self._take_cancel(request.cancel)
             case "peers":
                 self._on_peers(self.router, pb.peers_from_pb(request.peers))
             case "beat":
@@ -221,12 +222,15 @@ class RouterStream:
             del self._partial[key]
             self._submit(key, partial.message, tuple(partial.prompt_ids))
 
-    def _take_cancel(self, key: LegKey, reason: str) -> None:
-        self._partial.pop(key, None)
-        if self._legs.is_open(key):
-            self._desk.cancel(key, reason or "cancelled")
-        else:
+    def _take_cancel(self, message: node_pb2.Cancel) -> None:
+        key, reason = pb.leg_of(self.router, message), message.reason or "cancelled"
+        if not self._legs.is_open(key):
+            self._partial.pop(key, None)
             self._legs.tell_released(key)
+        elif message.sequences:
+            self._desk.cancel_sequences(key, frozenset(message.sequences), reason)
+        else:
+            self._desk.cancel(key, reason)
 
     def _submit(self, key: LegKey, message: node_pb2.Submit, prompt_ids: tuple[int, ...]) -> None:
         if not self._legs.open(key, message.request_label[:MAX_LABEL_CHARS]):
@@ -238,7 +242,7 @@ class RouterStream:
             self._legs.refuse(key, LegOutcome.BUSY, "queue_full", f"{self._settings.max_waiting} submits wait already")
             return
         try:
-            work: Work = pb.work_from_pb(message, self.router, prompt_ids, self._clock.now_s())
+            work: Work = work_from_pb(message, self.router, prompt_ids, self._clock.now_s())
         except InvalidRequest as error:
             self.num_unusable += 1
             self._legs.refuse(key, LegOutcome.REFUSED, "unusable_submit", str(error))

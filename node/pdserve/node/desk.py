@@ -50,6 +50,10 @@ class Desk(Protocol):
         """End a leg that `Legs` knows; `released` follows when nothing of it is left."""
         ...
 
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str) -> None:
+        """End some sequences of a leg, by index in the request; the leg goes on with the others, or ends if none is left."""
+        ...
+
     def drain(self, leg: LegKey) -> None:
         """Hand a leg back to its router: as cancel, with the outcome DRAINED."""
         ...

@@ -41,6 +41,10 @@ class StepScheduler(Protocol[P, I]):
         """End a leg at whatever stage it is."""
         ...
 
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str, now_s: float) -> list[I]:
+        """End some sequences of a leg."""
+        ...
+
     def expire(self, now_s: float) -> list[I]:
         """Act on deadlines that passed."""
         ...
@@ -109,6 +113,10 @@ class EngineDesk(ABC, Generic[P, I]):
         """End a leg."""
         self._do(self._steps_of.cancel(leg, LegOutcome.CANCELLED, reason, self._clock.now_s()))
 
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str) -> None:
+        """End some sequences of a leg."""
+        self._do(self._steps_of.cancel_sequences(leg, sequences, reason, self._clock.now_s()))
+
     def drain(self, leg: LegKey) -> None:
         """Hand a leg back."""
         self._do(self._steps_of.cancel(leg, LegOutcome.DRAINED, "draining", self._clock.now_s()))
@@ -131,6 +139,7 @@ class EngineDesk(ABC, Generic[P, I]):
             "blocks.total": self._pool.num_blocks,
             "blocks.free": self._pool.num_free,
             "blocks.used": self._pool.num_used,
+            "blocks.shared": self._pool.num_shared,
             "blocks.reserved": self._pool.num_reserved,
             "blocks.cached": self._pool.num_cached,
             "bound_transfers": len(self._bound),

@@ -15,7 +15,7 @@ from enum import Enum
 from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation, LegKey, SessionKey
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
-from pdserve.core.work import LegOutcome, SampledToken
+from pdserve.core.work import LegOutcome, SampledToken, TokenScore
 from pdserve.node import pb
 from pdserve.node.outbox import Outbox
 from pdserve.v1 import node_pb2
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 4096
 TOMBSTONE_S = 120.0
+MAX_SCORES_PER_EVENT = 1024
+"""Prompt tokens per event: with 20 alternatives each, at most 11 bytes apiece, an event stays under 256 KiB."""
 
 
 class LegState(Enum):
@@ -137,15 +139,21 @@ class Legs:
         """Report the first token of each sequence."""
         self._tell(key, pb.first_token_event(key, tokens, num_cached, durations_s))
 
+    def prompt_scores(self, key: LegKey, start: int, scores: Sequence[TokenScore]) -> None:
+        """Report scores of consecutive prompt tokens, the first of them at position `start`."""
+        for at in range(0, len(scores), MAX_SCORES_PER_EVENT):
+            piece = scores[at : at + MAX_SCORES_PER_EVENT]
+            self._tell(key, pb.prompt_scores_event(key, start + at, piece))
+
     def adopted(self, key: LegKey, tokens: Sequence[SampledToken], durations_s: Mapping[str, float]) -> None:
         """Report that all KV is verified and placed."""
         self._tell(key, pb.adopted_event(key, tokens, durations_s))
 
-    def tokens(self, key: LegKey, token: SampledToken) -> None:
-        """Report one new token."""
+    def token(self, key: LegKey, token: SampledToken) -> None:
+        """Report one new token of a sequence."""
         outbox = self._outboxes.get(key.session.router)
         if outbox is not None:
-            outbox.add_tokens(key, token.index, (token.token_id,), (token.logprob,), token.finish_reason)
+            outbox.add_token(key, token)
             self._on_output(key.session.router)
 
     def end(self, key: LegKey, outcome: LegOutcome, reason: str, detail: str = "") -> bool:

@@ -1,12 +1,11 @@
-"""Where protobuf meets our types on a node: submits in, events out."""
+"""Where protobuf meets our types on a node: events out, and what is said of peers. Submits: `pb_work`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdserve.core.errors import InvalidRequest
 from pdserve.core.identity import Capabilities, Identity
-from pdserve.core.ids import ID_BYTES, Incarnation, LegKey, SessionKey, TransferId
-from pdserve.core.work import FinishReason, LegOutcome, SampledToken, Sampling, Work
+from pdserve.core.ids import ID_BYTES, Incarnation, LegKey, SessionKey
+from pdserve.core.work import FinishReason, LegOutcome, SampledToken, TokenScore, TopLogprobs
 from pdserve.v1 import inference_pb2, node_pb2
 
 
@@ -16,39 +15,6 @@ class Peer:
 
     incarnation: Incarnation
     kv_address: str
-
-
-def work_from_pb(message: node_pb2.Submit, router: Incarnation, prompt_ids: tuple[int, ...], now_s: float) -> Work:
-    """Return the typed leg of a complete submit. Raises InvalidRequest naming what cannot be used."""
-    leg = leg_of(router, message)
-    hands_over = bool(message.transfer_id)
-    _require(message.attempt >= 1, "attempt", "must be >= 1")
-    _require(len(message.prefill_incarnation) == ID_BYTES, "prefill_incarnation", f"must be {ID_BYTES} bytes")
-    if hands_over:
-        _require(len(message.transfer_id) == ID_BYTES, "transfer_id", f"must be {ID_BYTES} bytes or empty")
-        _require(len(message.decode_incarnation) == ID_BYTES, "decode_incarnation", f"must be {ID_BYTES} bytes")
-    _require(len(prompt_ids) > 0, "prompt_ids", "must not be empty")
-    _require(len(prompt_ids) == message.num_prompt_ids, "prompt_ids", f"must be {message.num_prompt_ids} as announced")
-    _require(message.max_tokens > len(message.output_ids), "max_tokens", "must exceed the number of output_ids")
-    sampling = message.sampling
-    _require(0 <= sampling.temperature <= 100, "sampling.temperature", "must be in [0, 100]")
-    _require(0 < sampling.top_p <= 1, "sampling.top_p", "must be in (0, 1]")
-    _require(0 <= sampling.min_p < 1, "sampling.min_p", "must be in [0, 1)")
-    return Work(
-        leg=leg,
-        transfer_id=TransferId(message.transfer_id) if hands_over else None,
-        prefill=Incarnation(message.prefill_incarnation),
-        decode=Incarnation(message.decode_incarnation) if hands_over else None,
-        label=message.request_label,
-        prompt_ids=prompt_ids,
-        output_ids=tuple(message.output_ids),
-        sampling=Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
-        max_tokens=message.max_tokens,
-        stop_token_ids=frozenset(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        arrived_s=now_s - max(0.0, message.age_s),
-        deadline_s=now_s + message.deadline_s if message.deadline_s > 0 else None,
-    )
 
 
 def leg_of(router: Incarnation, message: node_pb2.Submit | node_pb2.SubmitPart | node_pb2.Cancel) -> LegKey:
@@ -86,17 +52,25 @@ def capabilities_to_pb(capabilities: Capabilities) -> node_pb2.Capabilities:
 
 
 def first_tokens_to_pb(tokens: Iterable[SampledToken]) -> list[node_pb2.FirstToken]:
-    """Return one message per first token; the sequence index is its place."""
+    """Return one message per first token."""
     return [
         node_pb2.FirstToken(
-            sequence=sequence,
+            sequence=token.sequence,
             index=token.index,
             token_id=token.token_id,
             logprob=token.logprob,
             finish_reason=finish_to_pb(token.finish_reason),
+            top_logprobs=top_to_pb(token.top) if token.top else None,
         )
-        for sequence, token in enumerate(tokens)
+        for token in tokens
     ]
+
+
+def top_to_pb(top: TopLogprobs) -> inference_pb2.TopLogprobs:
+    """Return the most likely tokens of one position."""
+    return inference_pb2.TopLogprobs(
+        token_ids=[token_id for token_id, _ in top], logprobs=[logprob for _, logprob in top]
+    )
 
 
 def finish_to_pb(reason: FinishReason | None) -> inference_pb2.FinishReason.ValueType:
@@ -117,6 +91,16 @@ def first_token_event(
         tokens=first_tokens_to_pb(tokens), num_cached_tokens=num_cached, durations_s=dict(durations_s)
     )
     return _event(leg, first_token=body)
+
+
+def prompt_scores_event(leg: LegKey, start: int, scores: Sequence[TokenScore]) -> node_pb2.LegEvent:
+    """Return the event "scores of consecutive prompt tokens", the first of them at position `start`."""
+    body = node_pb2.LegPromptLogprobs(
+        start=start,
+        logprobs=[score.logprob for score in scores],
+        top_logprobs=[top_to_pb(score.top) for score in scores if score.top],
+    )
+    return _event(leg, prompt_logprobs=body)
 
 
 def adopted_event(leg: LegKey, tokens: Iterable[SampledToken], durations_s: Mapping[str, float]) -> node_pb2.LegEvent:
@@ -144,6 +128,7 @@ def _event(
     adopted: node_pb2.LegAdopted | None = None,
     ended: node_pb2.LegEnded | None = None,
     released: node_pb2.LegReleased | None = None,
+    prompt_logprobs: node_pb2.LegPromptLogprobs | None = None,
 ) -> node_pb2.LegEvent:
     return node_pb2.LegEvent(
         session_id=leg.session.session_id,
@@ -153,9 +138,5 @@ def _event(
         adopted=adopted,
         ended=ended,
         released=released,
+        prompt_logprobs=prompt_logprobs,
     )
-
-
-def _require(holds: bool, field: str, fault: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"submit.{field} {fault}", field=f"submit.{field}")

@@ -18,17 +18,17 @@ from pdserve.node.loading import engine_facts
 from pdserve.node.pb import Peer
 from pdserve.node.reports import ReportEnd, ReportRelease
 from pdserve.prefill_node.handoff import Handoff
-from pdserve.prefill_node.scheduler import (
+from pdserve.prefill_node.instructions import (
     AbortTransfer,
     BindBlocks,
     CommitTransfer,
     Instruction,
     OpenTransfer,
-    PrefillLimits,
-    PrefillScheduler,
     ReportFirstToken,
+    ReportPromptScores,
     StepPlan,
 )
+from pdserve.prefill_node.scheduler import PrefillLimits, PrefillScheduler
 from pdserve.prefill_node.worker import PrefillWorker
 
 
@@ -106,6 +106,8 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
                 self._corridor.commit(transfer_id, tokens, durations_s)
             case AbortTransfer(transfer_id, reason, finished, is_busy):
                 self._corridor.abort(transfer_id, reason, finished, is_busy)
+            case ReportPromptScores(leg, start, scores):
+                self._legs.prompt_scores(leg, start, scores)
             case ReportFirstToken(leg, tokens, durations_s):
                 self._legs.first_token(leg, tokens, 0, durations_s)
             case ReportEnd() | ReportRelease():

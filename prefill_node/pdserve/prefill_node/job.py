@@ -5,7 +5,7 @@ from enum import Enum
 
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
-from pdserve.core.work import LegOutcome, Work
+from pdserve.core.work import LegOutcome, SampledToken, Work
 from pdserve.engine.blocks import BlockLease
 
 
@@ -69,7 +69,10 @@ JOB_TABLE = TransitionTable(
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Live state of one prompt. Owned by the scheduler."""
+    """Live state of one prompt. Owned by the scheduler.
+
+    `cancelled` are the sequences that the router ended by themselves; `awaits_constraint` stops the prompt before its last token.
+    """
 
     work: Work
     submitted_s: float
@@ -82,6 +85,9 @@ class Job:
     in_step: bool = False
     transfer_open: bool = False
     is_held: bool = False
+    awaits_constraint: bool = False
+    cancelled: set[int] = field(default_factory=set)
+    first_tokens: tuple[SampledToken, ...] = ()
     outcome: LegOutcome | None = None
     durations_s: dict[str, float] = field(default_factory=dict)
     kv_bytes: int = 0
@@ -96,6 +102,12 @@ class Job:
     def num_left(self) -> int:
         """Context tokens still to be computed."""
         return self.work.context_len - self.num_computed
+
+    @property
+    def live_sequences(self) -> tuple[int, ...]:
+        """Indexes of the sequences that go on: not cancelled, and not ended at their first token."""
+        over = self.cancelled | {token.sequence for token in self.first_tokens if token.finish_reason is not None}
+        return tuple(sequence for sequence in self.work.sequences if sequence not in over)
 
     @property
     def is_untouched(self) -> bool:

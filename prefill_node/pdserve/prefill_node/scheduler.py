@@ -5,79 +5,28 @@ blocks early (at most `open_ahead`); a prompt takes blocks for all of its contex
 are passed over, so that no two pools wait for each other in a circle.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
-from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
-from pdserve.engine.blocks import BlockLease, BlockPool
-from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
+from pdserve.engine.batch import ChunkResult, RowFailed
+from pdserve.engine.blocks import BlockPool
+from pdserve.node.reports import ReportEnd, ReportRelease
+from pdserve.prefill_node.instructions import (
+    AbortTransfer,
+    BindBlocks,
+    CommitTransfer,
+    Instruction,
+    OpenTransfer,
+    PlannedChunk,
+    ReportFirstToken,
+    ReportPromptScores,
+    StepPlan,
+)
 from pdserve.prefill_node.job import JOB_TABLE, Job, JobEvent, JobState
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTransfer:
-    """Ask the decode node for blocks."""
-
-    work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class BindBlocks:
-    """The blocks of a transfer are known: the corridor may pack from them until `SendClosed`."""
-
-    transfer_id: TransferId
-    lease: BlockLease
-
-
-@dataclass(frozen=True, slots=True)
-class CommitTransfer:
-    """All KV is computed: send COMMIT after it."""
-
-    transfer_id: TransferId
-    tokens: tuple[SampledToken, ...]
-    durations_s: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class AbortTransfer:
-    """Give a transfer up; `finished` if the sequence ended at its first token, `is_busy` if that is nobody's failure."""
-
-    transfer_id: TransferId
-    reason: str
-    finished: bool = False
-    is_busy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFirstToken:
-    """Tell the router the first token."""
-
-    leg: LegKey
-    tokens: tuple[SampledToken, ...]
-    durations_s: Mapping[str, float]
-
-
-Instruction = OpenTransfer | BindBlocks | CommitTransfer | AbortTransfer | ReportFirstToken | LegReport
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedChunk:
-    """Positions of one prompt that a step computes; `samples` if the last of them is the context's last."""
-
-    job: Job
-    tokens: range
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: at most one chunk per prompt."""
-
-    chunks: tuple[PlannedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +61,7 @@ class PrefillScheduler:
                 ReportRelease(work.leg, {}, 0, 0),
             ]
         job = Job(work, now_s, LifeCycle(JOB_TABLE, str(work.leg), now_s))
+        job.awaits_constraint = work.sampling.grammar is not None
         self._jobs[work.leg] = job
         if work.transfer_id is not None:
             self._by_transfer[work.transfer_id] = job
@@ -160,6 +110,33 @@ class PrefillScheduler:
         job = self._jobs.get(leg)
         return [] if job is None else self._end(job, outcome, reason, "", now_s)
 
+    def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str, now_s: float) -> list[Instruction]:
+        """End some sequences of a prompt; those that are cancelled before their first token never get one.
+
+        When none is left, the leg ends as a whole: it did its part if one of them ended by itself.
+        """
+        job = self._jobs.get(leg)
+        if job is None:
+            return []
+        job.cancelled |= sequences & set(job.work.sequences)
+        if job.live_sequences:
+            return []
+        if job.state is JobState.HANDING_OVER and len(job.cancelled) < job.work.num_sequences:
+            return self._finish_early(job, now_s)
+        return self._end(job, LegOutcome.CANCELLED, reason, "", now_s)
+
+    def constraint_ready(self, leg: LegKey) -> list[Instruction]:
+        """What constrains the leg's output is compiled: its first tokens may be sampled."""
+        job = self._jobs.get(leg)
+        if job is not None:
+            job.awaits_constraint = False
+        return []
+
+    def constraint_failed(self, leg: LegKey, reason: str, detail: str, now_s: float) -> list[Instruction]:
+        """What should constrain the leg's output cannot be served."""
+        job = self._jobs.get(leg)
+        return [] if job is None else self._end(job, LegOutcome.REFUSED, reason, detail, now_s)
+
     def expire(self, now_s: float) -> list[Instruction]:
         """End prompts whose client's deadline passed (the router cancels them too; this is the backstop)."""
         late = [job for job in self._jobs.values() if job.work.deadline_s is not None and now_s > job.work.deadline_s]
@@ -176,10 +153,10 @@ class PrefillScheduler:
                 break
             if self._holds(job, HoldStage.PREFILLING, job.num_chunks):
                 continue
-            size = min(budget, job.num_left)
-            tokens = range(job.num_computed, job.num_computed + size)
-            chunks.append(PlannedChunk(job, tokens, samples=size == job.num_left))
-            budget -= size
+            size = min(budget, job.num_left - job.awaits_constraint)
+            if size > 0:
+                chunks.append(_chunk(job, range(job.num_computed, job.num_computed + size)))
+                budget -= size
         if not chunks:
             return None, instructions
         for chunk in chunks:
@@ -201,12 +178,11 @@ class PrefillScheduler:
             job.compute_s += compute_s
             if job.state is JobState.CLOSING:
                 instructions += self._let_go(job, now_s)
-            elif chunk.samples:
-                choice = result.choices[0]
-                if isinstance(choice, RowFailed):
-                    instructions += self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
-                else:
-                    instructions += self._sampled(job, choice, now_s)
+                continue
+            if result.scores:
+                instructions.append(ReportPromptScores(job.work.leg, chunk.scored.start, result.scores))
+            if chunk.sequences:
+                instructions += self._take_choices(chunk, result, now_s)
         return instructions
 
     def step_failed(self, plan: StepPlan, detail: str, now_s: float) -> list[Instruction]:
@@ -296,10 +272,22 @@ class PrefillScheduler:
                 instructions.append(BindBlocks(job.work.transfer_id, job.lease))
         return instructions
 
-    def _sampled(self, job: Job, choice: Chosen, now_s: float) -> list[Instruction]:
-        work = job.work
-        reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
-        tokens = (SampledToken(work.next_index, choice.token_id, choice.logprob, reason),)
+    def _take_choices(self, chunk: PlannedChunk, result: ChunkResult, now_s: float) -> list[Instruction]:
+        """Take the first token of each sequence. One that could get none ends the leg: a request ends as a whole."""
+        job, work = chunk.job, chunk.job.work
+        tokens: list[SampledToken] = []
+        for sequence, choice in zip(chunk.sequences, result.choices, strict=True):
+            if isinstance(choice, RowFailed):
+                return self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
+            if sequence not in job.cancelled:
+                reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
+                token = (work.next_index, choice.token_id, choice.logprob, reason, sequence, choice.top)
+                tokens.append(SampledToken(*token))
+        job.first_tokens = tuple(tokens)
+        return self._sampled(job, now_s)
+
+    def _sampled(self, job: Job, now_s: float) -> list[Instruction]:
+        work, tokens = job.work, job.first_tokens
         started_s = job.submitted_s if job.started_s is None else job.started_s
         queue_s = now_s - job.submitted_s - job.compute_s
         durations = {
@@ -310,25 +298,27 @@ class PrefillScheduler:
         job.durations_s.update(durations)
         job.life.advance(JobEvent.SAMPLED, now_s)
         report: list[Instruction] = [ReportFirstToken(work.leg, tokens, durations)]
-        if work.transfer_id is None:
-            return report + self._end(job, LegOutcome.FINISHED, "finished", "", now_s)
-        if reason is not None:
-            abort = AbortTransfer(work.transfer_id, "finished", finished=True)
-            return [*report, abort, *self._end(job, LegOutcome.FINISHED, "finished", "", now_s, abort=False)]
+        if work.transfer_id is None or not job.live_sequences:
+            return report + self._finish_early(job, now_s)
         if self._holds(job, HoldStage.HANDING_OVER):
             return report
         return [*report, CommitTransfer(work.transfer_id, tokens, durations)]
 
-    def _end(
-        self, job: Job, outcome: LegOutcome, reason: str, detail: str, now_s: float, *, abort: bool = True
-    ) -> list[Instruction]:
+    def _finish_early(self, job: Job, now_s: float) -> list[Instruction]:
+        """Every sequence is over: there is nothing to hand over."""
+        ended = self._end(job, LegOutcome.FINISHED, "finished", "", now_s)
+        if job.work.transfer_id is None:
+            return ended
+        return [AbortTransfer(job.work.transfer_id, "finished", finished=True), *ended]
+
+    def _end(self, job: Job, outcome: LegOutcome, reason: str, detail: str, now_s: float) -> list[Instruction]:
         if job.state is JobState.CLOSING or not job.life.advance(JobEvent.END, now_s):
             return []
         job.outcome = outcome
         job.is_held = False
         instructions: list[Instruction] = [ReportEnd(job.work.leg, outcome, reason, detail)]
         unfinished = outcome is not LegOutcome.FINISHED
-        if job.transfer_open and abort and unfinished and job.work.transfer_id is not None:
+        if job.transfer_open and unfinished and job.work.transfer_id is not None:
             is_busy = outcome is LegOutcome.DRAINED
             instructions.append(AbortTransfer(job.work.transfer_id, reason, is_busy=is_busy))
         return instructions + self._let_go(job, now_s)
@@ -347,3 +337,12 @@ class PrefillScheduler:
     def _holds(self, job: Job, stage: HoldStage, progress: int = 0) -> bool:
         job.is_held = self._hold is not None and self._hold.at(stage, progress)
         return job.is_held
+
+
+def _chunk(job: Job, tokens: range) -> PlannedChunk:
+    """Return the chunk of `tokens`: with the last of the context every sequence that is not cancelled gets its first token."""
+    work = job.work
+    sequences = job.live_sequences if tokens.stop == work.context_len else ()
+    if not work.prompt_logprobs:
+        return PlannedChunk(job, tokens, sequences)
+    return PlannedChunk(job, tokens, sequences, range(tokens.start + 1, min(tokens.stop + 1, len(work.prompt_ids))))

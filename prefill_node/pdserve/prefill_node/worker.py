@@ -6,9 +6,9 @@ from pdserve.core.clock import Clock
 from pdserve.core.ids import TransferId
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 from pdserve.node.step_loop import StepRecord
-from pdserve.prefill_node.scheduler import PlannedChunk, StepPlan
+from pdserve.prefill_node.instructions import PlannedChunk, StepPlan
 
 MarkReady = Callable[[TransferId, range, range], None]
 """Given (transfer, layers, token positions): these lie in the pool now."""
@@ -40,10 +40,12 @@ class PrefillWorker:
 def _chunk(planned: PlannedChunk) -> SequenceChunk:
     work, lease = planned.job.work, planned.job.lease
     assert lease is not None, "a planned prompt holds blocks"
-    tokens = planned.tokens
+    tokens, scored = planned.tokens, planned.scored
     return SequenceChunk(
         token_ids=work.context_ids[tokens.start : tokens.stop],
         start=tokens.start,
         block_ids=lease.block_ids,
-        samples=(SampledRow(work.sampling, work.first_sequence, work.next_index),) if planned.samples else (),
+        samples=tuple(SampledRow(work.sampling, sequence, work.next_index) for sequence in planned.sequences),
+        scored_ids=work.prompt_ids[scored.start : scored.stop],
+        num_top=work.top_logprobs,
     )
