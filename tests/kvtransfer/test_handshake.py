@@ -10,7 +10,7 @@ from pdserve.core.layout import KvLayout, LayerLayout
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.events import PeerDown, PeerRefused, PeerUp
 from pdserve.kvtransfer.handshake import HELLO_LABEL, proof
-from pdserve.kvtransfer.messages import Ack, Beat, Challenge, Gone, Hello, Nack, Open, Refuse, Welcome
+from pdserve.kvtransfer.messages import PROTOCOL_VERSION, Ack, Beat, Challenge, Gone, Hello, Nack, Open, Refuse, Welcome
 from pdserve.kvtransfer.settings import LinkSettings
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY, LAYOUT, settings
 from tests.kvtransfer.world import World, peers_up
