@@ -13,7 +13,7 @@ from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.blocks import BlockLease, BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 from tests.architectures.handover import Corridor
 from tests.architectures.reference import NUM_NEW_TOKENS, Reference
 

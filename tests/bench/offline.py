@@ -10,7 +10,7 @@ from pdserve.core.work import Sampling
 from pdserve.engine.batch import Chosen, SequenceChunk, StepResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 
 CONTEXT = 256
 STEPS = 32

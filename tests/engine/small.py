@@ -10,7 +10,7 @@ from pdserve.core.work import Sampling
 from pdserve.engine.batch import Choice, Chosen, SequenceChunk, StepResult
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 from tests.architectures.tiny import ARCHITECTURES, build
 
 GREEDY = Sampling()

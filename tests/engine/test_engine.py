@@ -9,7 +9,7 @@ from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.work import Sampling
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed, SequenceChunk, StepResult
 from pdserve.engine.engine import Engine
-from pdserve.kernels.sampling import SampledRow
+from pdserve.kernels.logits import SampledRow
 from tests.engine.small import (
     GREEDY,
     GREEDY_ROW,

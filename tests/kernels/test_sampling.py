@@ -10,7 +10,8 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pdserve.core.work import Sampling
-from pdserve.kernels.sampling import SampledRow, keep, sample
+from pdserve.kernels.logits import SampledRow
+from pdserve.kernels.sampling import keep, sample
 
 FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
 

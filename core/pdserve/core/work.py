@@ -75,6 +75,17 @@ class Sampling:
         """Whether the most likely token is taken."""
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and the filters has a say: then a row needs to know the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.grammar is not None
+            or bool(self.logit_bias or self.allowed_token_ids or self.banned_token_ids or self.banned_sequences)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pdserve.core.work import TokenScore, TopLogprobs
+from pdserve.core.work import TokenScore
+from pdserve.kernels.logits import Choice, Chosen, RowFailed, SampledRow
 
-if TYPE_CHECKING:  # the schedulers read this module and must do without torch
-    from pdserve.kernels.sampling import SampledRow
+__all__ = ["Choice", "Chosen", "ChunkResult", "RowFailed", "SampledRow", "SequenceChunk", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +24,6 @@ class SequenceChunk:
     samples: "tuple[SampledRow, ...]" = ()
     scored_ids: tuple[int, ...] = ()
     num_top: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A drawn token, its natural log-probability under the unmodified distribution, and the most likely ones beside it."""
-
-    token_id: int
-    logprob: float
-    top: TopLogprobs = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RowFailed:
-    """No token could be chosen for this row; `reason` says why, in a line. The other rows of the step are not touched."""
-
-    reason: str
-
-
-Choice = Chosen | RowFailed
-"""What a sampled row got."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,13 @@ above 0, so that no temperature above 0 overflows: a tiny one is greedy. Filters
 transformers' logits processors: ties with the k-th logit stay, and the most likely id always stays.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.core.work import Sampling
+from pdserve.kernels.logits import SampledRow
 from pdserve.kernels.philox import gumbel
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRow:
-    """How one row is sampled: `position` is the absolute output index of the token, `sequence` its number in the request."""
-
-    sampling: Sampling
-    sequence: int
-    position: int
 
 
 def sample(logits: Tensor, rows: list[SampledRow]) -> list[tuple[int, float] | None]:
