@@ -53,7 +53,7 @@ class Mailbox:
         shown = gain.shown
         self._gains.setdefault(gain.sequence, []).append(shown)
         num_top = sum(len(token.top) for token in shown.tokens)
-        self.num_bytes += len(shown.text.encode()) + TOKEN_BYTES * len(shown.tokens) + TOP_BYTES * num_top
+        self.num_bytes += shown.num_text_bytes + TOKEN_BYTES * len(shown.tokens) + TOP_BYTES * num_top
         self._wake.set()
         return self._max_bytes is None or self.num_bytes <= self._max_bytes
 

@@ -2,41 +2,56 @@
 
 A token is shown together with its text. Without stop texts every token is shown at once (only unfinished characters wait);
 with them, a token is held while any of its text could still become part of a stop, and those that belong to a stop are
-dropped: neither shown nor counted.
+dropped: neither shown nor counted. In an answer to a chat the text then runs through a reader, which parts it into content, reasoning
+and tool calls; it may keep text back after the tokens were shown.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.core.work import SampledToken, TopLogprobs
+from pdserve.router.chat.answer import AnswerReader
+from pdserve.router.chat.gains import AnswerGain, ToolCallGain, merged_calls
 from pdserve.router.detokenizer import Detokenizer
 from pdserve.router.stops import StopMatcher
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a client may see now. `matched_stop` ends the sequence."""
+    """What a client may see now. `matched_stop` ends the sequence; `reasoning` and `tool_calls` are no part of `text`."""
 
     text: str = ""
     tokens: tuple[SampledToken, ...] = ()
     matched_stop: str | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallGain, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is anything to send."""
-        return bool(self.text or self.tokens)
+        return bool(self.text or self.tokens or self.reasoning or self.tool_calls)
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Bytes of all text in it."""
+        calls = sum(len(call.id) + len(call.name.encode()) + len(call.arguments.encode()) for call in self.tool_calls)
+        return len(self.text.encode()) + len(self.reasoning.encode()) + calls
 
 
 def joined(pieces: Iterable[Shown]) -> Shown:
     """Return consecutive pieces as one."""
     text: list[str] = []
     tokens: list[SampledToken] = []
+    reasoning: list[str] = []
+    calls: list[ToolCallGain] = []
     matched = None
     for piece in pieces:
         text.append(piece.text)
         tokens += piece.tokens
+        reasoning.append(piece.reasoning)
+        calls += piece.tool_calls
         matched = piece.matched_stop
-    return Shown("".join(text), tuple(tokens), matched)
+    return Shown("".join(text), tuple(tokens), matched, "".join(reasoning), merged_calls(calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +72,11 @@ class PromptToken:
 
 
 class OutputText:
-    """Turns a sequence's tokens into shown text and tokens, in order."""
+    """Turns a sequence's tokens into shown text and tokens, in order. Without a `reader` all text stays text."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], reader: AnswerReader | None = None) -> None:
         self._detokenizer = detokenizer
+        self._reader = reader
         self._stops = StopMatcher(stops)
         self._shows_at_once = not stops
         self._undecided: deque[SampledToken] = deque()
@@ -72,10 +88,22 @@ class OutputText:
     def push(self, token: SampledToken) -> Shown:
         """Take the next token and its text."""
         self._undecided.append(token)
-        return self._take(self._detokenizer.push(token.token_id), self._detokenizer.num_undecided)
+        shown = self._take(self._detokenizer.push(token.token_id), self._detokenizer.num_undecided)
+        return self._read(shown, is_end=shown.matched_stop is not None)
 
     def finish(self, last: SampledToken | None = None) -> Shown:
         """Take the end of the sequence; `last` is a token that ended it and whose text is not shown."""
+        return self._read(self._rest(last), is_end=True)
+
+    def _read(self, shown: Shown, *, is_end: bool) -> Shown:
+        if self._reader is None:
+            return shown
+        gains = [self._reader.push(shown.text)]
+        if is_end:
+            gains.append(self._reader.finish())
+        return joined([replace(shown, text=""), *(_shown_of(gain, shown.matched_stop) for gain in gains)])
+
+    def _rest(self, last: SampledToken | None) -> Shown:
         rest = self._take(self._detokenizer.finish(), 0)
         if rest.matched_stop is not None:
             return rest
@@ -109,3 +137,7 @@ class OutputText:
         self._undecided.clear()
         self.num_shown_tokens += len(tokens)
         return Shown(text, tokens)
+
+
+def _shown_of(gain: AnswerGain, matched_stop: str | None) -> Shown:
+    return Shown(gain.content, (), matched_stop, gain.reasoning, gain.tool_calls)

@@ -219,10 +219,19 @@ def _chat_from_pb(chat: inference_pb2.ChatInput) -> ChatInput:
         tools=tuple(chat.tools),
         continue_final_message=chat.continue_final_message,
         template_arguments=chat.template_arguments,
-        tool_mode=ToolMode(chat.tool_choice.mode or ToolMode.AUTO),
+        tool_mode=_tool_mode_from_pb(chat.tool_choice.mode),
         tool_name=chat.tool_choice.name,
         parse_output=chat.parse_output if chat.HasField("parse_output") else None,
     )
+
+
+def _tool_mode_from_pb(mode: int) -> ToolMode:
+    try:
+        return ToolMode(mode or ToolMode.AUTO)
+    except ValueError:
+        raise InvalidRequest(
+            f"there is no mode {mode}", hint="see ToolChoice.Mode in the contract", field="chat.tool_choice.mode"
+        ) from None
 
 
 def _structured_from_pb(message: inference_pb2.StructuredOutput) -> StructuredOutput | None:
@@ -247,8 +256,8 @@ def _unknown_fields(message: Message, path: str) -> Iterable[str]:
     for index in range(len(unknown)):
         yield f"{path}#{unknown[index].field_number}"
     for descriptor, value in message.ListFields():
-        if descriptor.type != FieldDescriptor.TYPE_MESSAGE:
-            continue
+        if descriptor.type != FieldDescriptor.TYPE_MESSAGE or descriptor.message_type.GetOptions().map_entry:
+            continue  # the contract's maps hold plain numbers
         children = value if isinstance(value, Iterable) else (value,)
         for child in children:
             yield from _unknown_fields(child, f"{path}{descriptor.name}.")
@@ -262,6 +271,11 @@ def _delta_to_pb(gain: Gain, has_top: bool) -> inference_pb2.Delta:
         token_ids=[token.token_id for token in tokens],
         logprobs=[token.logprob for token in tokens],
         top_logprobs=[_top_to_pb(token.top) for token in tokens] if has_top else (),
+        reasoning=gain.shown.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in gain.shown.tool_calls
+        ],
     )
 
 
