@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -64,20 +65,29 @@ ANSWER = (
 
 
 class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers every request with `answer`, then `error`, then, if `hangs`, nothing more until it is cancelled."""
+    """Answers every request with `answer`, then `error`, then, if `hangs`, nothing more until it is cancelled.
+
+    As long as there are `refusals`, each refuses one request instead.
+    """
 
     def __init__(self) -> None:
         self.answer: tuple[pb.GenerateResponse, ...] = ANSWER
         self.error: PdserveError | None = None
+        self.refusals: deque[PdserveError] = deque()
         self.hangs = False
         self.requests: list[pb.GenerateRequest] = []
-        self.cancelled = asyncio.Event()
+        self.deadlines_s: list[float | None] = []
+        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def Generate(  # type: ignore[override] # a coroutine that writes; the stubs know generators only
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Answer as told. No generator: one that is cancelled at `yield` learns of it only when it is collected."""
         self.requests.append(request)
+        self.asked.set()
+        self.deadlines_s.append(context.time_remaining())
+        if self.refusals:
+            await abort_with(context, self.refusals.popleft())
         try:
             for message in self.answer:
                 await context.write(message)
@@ -125,9 +135,9 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def stub_router() -> AsyncIterator[tuple[StubRouter, str]]:
+async def stub_router(router: StubRouter | None = None) -> AsyncIterator[tuple[StubRouter, str]]:
     """Serve a stub on a free port; yields it and its address."""
-    router = StubRouter()
+    router = router or StubRouter()
     server = GrpcServer("127.0.0.1", 0)
     server.add(NAME, lambda to: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, to))
     await server.start()
