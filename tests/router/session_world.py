@@ -18,6 +18,7 @@ from pdserve.router.events import (
     Tick,
     Tokens,
 )
+from pdserve.router.facts import SessionFacts
 from pdserve.router.instructions import (
     Answer,
     AskPlacement,
@@ -33,9 +34,10 @@ from pdserve.router.instructions import (
     WithdrawPlacement,
 )
 from pdserve.router.output import OutputText
-from pdserve.router.patience import SessionLimits
+from pdserve.router.patience import Patience, SessionLimits
 from pdserve.router.sequence import EndRules, Sequence
-from pdserve.router.session import Session, SessionFacts
+from pdserve.router.sequences import Sequences
+from pdserve.router.session import Session
 from pdserve.router.timeline import TimelineRecorder
 from tests.router.models import byte_level_tokenizer, vocabulary_of
 
@@ -70,8 +72,8 @@ class World:
         rules = EndRules(self.max_tokens, frozenset(), ignore_eos=False)
         self.session = Session(
             SessionFacts(7, (5, 6, 7), self.max_tokens, 0.0, self.deadline_s),
-            Sequence(rules, output),
-            SessionLimits(self.max_attempts, queue_wait_s=60.0, resume_wait_s=30.0),
+            Sequences({0: Sequence(rules, output)}),
+            Patience(SessionLimits(self.max_attempts, queue_wait_s=60.0, resume_wait_s=30.0), 0.0),
             TimelineRecorder(0.0),
             lambda: TransferId(b"t" * 16),
         )

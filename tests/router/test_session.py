@@ -77,7 +77,7 @@ def test_the_first_token_may_come_with_adopted_and_the_copies_are_one() -> None:
     world.place()
     assert kinds(world.adopted()) == ["Deliver"]
     assert world.first() == []
-    assert world.session.sequence.num_duplicates == 1
+    assert world.session.sequences[0].num_duplicates == 1
 
 
 def test_tokens_before_the_word_adopted_pass_the_commit_point() -> None:

@@ -83,10 +83,10 @@ def fingerprint(world: World) -> tuple[object, ...]:
     session = world.session
     legs = tuple((leg.role, leg.attempt, leg.life.state, leg.outcome, leg.is_cancelled) for leg in session.legs)
     asked = world.asked is not None
-    early = tuple(sorted(session.sequence._early))
-    tokens = len(session.sequence.token_ids)
+    early = tuple(sorted(session.sequences[0]._early))
+    tokens = session.sequences.num_tokens
     ends = (world.is_over, session.is_answered, world.is_closed)
-    return (session.state, session.attempt, legs, asked, early, tokens, ends, session._patience.num_failures)
+    return (session.state, session.attempt, legs, asked, early, tokens, ends, session.patience.num_failures)
 
 
 def close(world: World) -> None:

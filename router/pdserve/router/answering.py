@@ -17,10 +17,11 @@ from pdserve.router.admission import Admission
 from pdserve.router.instructions import Answer, Fail
 from pdserve.router.mailbox import Parcel
 from pdserve.router.membership import Membership
+from pdserve.router.open_session import OpenSession
 from pdserve.router.output import OutputText
 from pdserve.router.placement import length_limits
 from pdserve.router.request import GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
-from pdserve.router.sessions import OpenSession, Sessions
+from pdserve.router.sessions import Sessions
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
 from pdserve.router.validation import input_field, label_fault, resolve_max_tokens, validate
@@ -146,7 +147,7 @@ class Answering:
             request,
             prompt_ids,
             max_tokens,
-            OutputText(self.model.detokenizer(), request.stop),
+            [OutputText(self.model.detokenizer(), request.stop) for _ in range(request.n)],
             timeline,
             received_s,
             deadline_s,

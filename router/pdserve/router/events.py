@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
-from pdserve.core.work import LegOutcome, SampledToken
+from pdserve.core.work import LegOutcome, SampledToken, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,16 @@ class FirstToken:
     tokens: tuple[SampledToken, ...]
     num_cached_tokens: int
     durations_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The prefill node scored consecutive prompt tokens, from position `start` on."""
+
+    node: Incarnation
+    attempt: int
+    start: int
+    scores: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +127,5 @@ class Tick:
     """A timer of the session may have expired."""
 
 
-LegEvent = Granted | FirstToken | Adopted | Tokens | LegEnded | LegReleased
+LegEvent = Granted | PromptScored | FirstToken | Adopted | Tokens | LegEnded | LegReleased
 Event = Placed | PlacementRefused | Submitted | LegEvent | NodeLost | ClientLeft | Aborted | Tick

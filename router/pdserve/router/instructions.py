@@ -6,6 +6,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import FinishReason
 from pdserve.router.output import Gain, PromptToken
+from pdserve.router.sequences import Sequences
 from pdserve.router.timeline import Timeline
 
 
@@ -13,8 +14,8 @@ from pdserve.router.timeline import Timeline
 class PlacementQuery:
     """Asks for nodes for the next attempt.
 
-    `num_tokens` is what the prefill node computes, `max_len` the longest the sequence can get; tokens. A session stays with
-    one `identity` once it was placed. `prefer` is a node that probably still holds the sequence's KV.
+    `num_tokens` is what the prefill node computes, `max_len` the longest a sequence can get; tokens. `num_sequences` share the
+    former. A session stays with one `identity` once it was placed. `prefer` is a node that probably still holds the KV.
     """
 
     session_id: int
@@ -24,6 +25,7 @@ class PlacementQuery:
     is_resume: bool
     arrived_s: float
     not_before_s: float
+    num_sequences: int = 1
     identity: str | None = None
     exclude: frozenset[Incarnation] = frozenset()
     prefer: Incarnation | None = None
@@ -43,22 +45,29 @@ class WithdrawPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Submit the attempt to its nodes; answer with Submitted, or with NodeLost if a stream is gone."""
+    """Submit the attempt to its nodes; answer with Submitted, or with NodeLost if a stream is gone.
+
+    `num_sequences` from `first_sequence` on continue the one context of prompt and `output_ids`.
+    """
 
     attempt: int
     prefill: Incarnation
     decode: Incarnation | None
     transfer_id: TransferId | None
     output_ids: tuple[int, ...]
+    first_sequence: int = 0
+    num_sequences: int = 1
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CancelLeg:
-    """Cancel the attempt on one node."""
+    """Cancel the attempt on one node, or only some of its sequences."""
 
     node: Incarnation
     attempt: int
     reason: str
+    sequences: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +96,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Close the client's answer with its summary: the good end."""
+    """Close the answer with its summary: the good end of the session's sequences. `num_cached_tokens` None: nobody said."""
 
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_completion_tokens: int
     timeline: Timeline
     prefill: Incarnation
@@ -102,6 +111,13 @@ class Fail:
     """Close the client's answer with an error: the bad end."""
 
     error: PdserveError
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Each part goes on as a session of its own; see `Session.child`."""
+
+    parts: tuple[Sequences, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +143,7 @@ Instruction = (
     | Finish
     | Answer
     | Fail
+    | Fork
     | LegAbandoned
     | Close
 )

@@ -8,6 +8,7 @@ from pdserve.core.ids import Incarnation
 from pdserve.core.logs import RequestLogger
 from pdserve.core.work import LegOutcome
 from pdserve.router.events import Adopted, Event, FirstToken, LegEnded, Submitted
+from pdserve.router.family import Family
 from pdserve.router.instructions import Submit
 from pdserve.router.lifecycle import IN_ATTEMPT, SessionState
 from pdserve.router.session import Session
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Journal:
     """The story of one session: its end at info, its failures as warnings, its milestones at debug."""
 
-    def __init__(self, label: str, session: Session) -> None:
-        self._session = session
+    def __init__(self, label: str, session: Session, family: Family) -> None:
+        self._session, self._family = session, family
         self.log = RequestLogger(logger, {"request_id": label, "session_id": session.facts.session_id})
 
     def admitted(self) -> None:
@@ -60,9 +61,11 @@ class Journal:
     def resuming(self) -> None:
         """Tell that an attempt ended and another follows."""
         session = self._session
-        num_tokens = len(session.sequence.token_ids)
+        num_tokens = session.sequences.num_tokens
         extra = {"attempt": session.attempt}
-        self.log.warning("attempt ended: %s; resuming after %d tokens", session.last_cause, num_tokens, extra=extra)
+        self.log.warning(
+            "attempt ended: %s; resuming after %d tokens", session.patience.last_cause, num_tokens, extra=extra
+        )
 
     def abandoned(self, node: Incarnation, attempt: int) -> None:
         """Tell of a leg that was never released."""
@@ -73,13 +76,19 @@ class Journal:
         """Tell of a fault of ours, with the exception that is being handled."""
         self.log.exception("a session broke; its request fails")
 
-    def ended(self, error: PdserveError | None) -> None:
-        """Tell how the request ended, in one line."""
-        session = self._session
-        end = session.sequence.end
-        match session.state:
-            case SessionState.FINISHED if error is None and end is not None:
-                how = f"finished: {end.reason.name}"
+    def forked(self, child: Session) -> None:
+        """Tell that a sequence goes on in a session of its own."""
+        extra = {"attempt": child.attempt}
+        self.log.debug(
+            "sequence %s goes on as session %d", child.sequences.unfinished, child.facts.session_id, extra=extra
+        )
+
+    def ended(self) -> None:
+        """Tell how the request ended, in one line. The attempts and nodes are those of the session that ended last."""
+        session, error = self._session, self._family.error
+        match self._family.state:
+            case SessionState.FINISHED:
+                how = f"finished: {','.join(end.reason.name for end in self._family.ends)}"
             case SessionState.CANCELLED:
                 how = "cancelled: the client left"
             case _:
@@ -88,9 +97,9 @@ class Journal:
             "request %s; prompt_tokens=%d completion_tokens=%d attempts=%d ttft_ms=%s e2el_ms=%s %s",
             how,
             len(session.facts.prompt_ids),
-            session.sequence.num_shown_tokens,
+            self._family.num_shown_tokens,
             session.attempt,
-            _ms(session.ttft_s),
+            _ms(session.timeline.ttft_s),
             _ms(session.e2el_s),
             self._nodes(),
         )

@@ -36,6 +36,14 @@ class Patience:
         self._refusals: dict[Incarnation, LegEnded] = {}
         self.last_cause = ""
 
+    def fork(self) -> "Patience":
+        """Return a copy for a session that takes over some of the sequences: it has learnt, and waited, as much."""
+        copy = Patience(self._limits, 0.0)
+        copy.num_failures, copy._num_pauses = self.num_failures, self._num_pauses
+        copy._waiting_since_s, copy._refusals = self._waiting_since_s, dict(self._refusals)
+        copy.last_cause = self.last_cause
+        return copy
+
     @property
     def excluded(self) -> frozenset[Incarnation]:
         """Nodes that refused the request for good."""

@@ -6,15 +6,29 @@ from dataclasses import dataclass
 
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
-from pdserve.core.work import FinishReason, LegOutcome, SampledToken, Sampling
-from pdserve.router.events import Adopted, FirstToken, Granted, LegEnded, LegEvent, LegReleased, Tokens
+from pdserve.core.work import (
+    FinishReason,
+    GrammarKind,
+    LegOutcome,
+    SampledToken,
+    Sampling,
+    TokenScore,
+    TopLogprobs,
+)
+from pdserve.router.events import Adopted, FirstToken, Granted, LegEnded, LegEvent, LegReleased, PromptScored, Tokens
 from pdserve.router.instructions import Submit
 from pdserve.router.nodes import Hello, KvEndpoint, Status
 from pdserve.rpc.process import process_from_pb
-from pdserve.v1 import node_pb2
+from pdserve.v1 import inference_pb2, node_pb2
 
 MAX_IDS_PER_MESSAGE = 128_000
 """Prompt ids per message: with at most 5 bytes each the message stays well under 1 MiB; output ids count too."""
+
+_GRAMMAR_KINDS = {
+    GrammarKind.JSON_SCHEMA: node_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: node_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.LARK: node_pb2.GRAMMAR_KIND_LARK,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,8 @@ class SubmitFacts:
     ignore_eos: bool
     deadline_s: float
     age_s: float
+    min_tokens: int = 0
+    top_logprobs: int = 0
 
 
 def hello_message(router: Incarnation, stream_number: int, lease_s: float) -> node_pb2.AttachRequest:
@@ -59,15 +75,15 @@ def peers_message(peers: Iterable[Hello]) -> node_pb2.AttachRequest:
     return node_pb2.AttachRequest(peers=node_pb2.Peers(nodes=nodes))
 
 
-def cancel_message(session_id: int, attempt: int, reason: str) -> node_pb2.AttachRequest:
-    """Return the end of an attempt."""
-    return node_pb2.AttachRequest(cancel=node_pb2.Cancel(session_id=session_id, attempt=attempt, reason=reason))
+def cancel_message(session_id: int, attempt: int, reason: str, sequences: Iterable[int] = ()) -> node_pb2.AttachRequest:
+    """Return the end of an attempt, or of some of its sequences."""
+    cancel = node_pb2.Cancel(session_id=session_id, attempt=attempt, reason=reason, sequences=sequences)
+    return node_pb2.AttachRequest(cancel=cancel)
 
 
 def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachRequest]:
     """Return the submit, and the parts that hold what does not fit into one message."""
     room = max(0, MAX_IDS_PER_MESSAGE - len(submit.output_ids))
-    sampling = facts.sampling
     first = node_pb2.Submit(
         session_id=facts.session_id,
         attempt=submit.attempt,
@@ -78,18 +94,17 @@ def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachR
         num_prompt_ids=len(facts.prompt_ids),
         prompt_ids=facts.prompt_ids[:room],
         output_ids=submit.output_ids,
-        sampling=node_pb2.NodeSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_sampling_to_pb(facts.sampling),
         max_tokens=facts.max_tokens,
         stop_token_ids=sorted(facts.stop_token_ids),
         ignore_eos=facts.ignore_eos,
         deadline_s=facts.deadline_s,
         age_s=facts.age_s,
+        num_sequences=submit.num_sequences,
+        first_sequence=submit.first_sequence,
+        min_tokens=facts.min_tokens,
+        top_logprobs=facts.top_logprobs,
+        prompt_logprobs=submit.prompt_logprobs,
     )
     messages = [node_pb2.AttachRequest(submit=first)]
     for start in range(room, len(facts.prompt_ids), MAX_IDS_PER_MESSAGE):
@@ -100,6 +115,25 @@ def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachR
         )
         messages.append(node_pb2.AttachRequest(submit_part=part))
     return messages
+
+
+def _sampling_to_pb(sampling: Sampling) -> node_pb2.NodeSampling:
+    grammar = sampling.grammar
+    return node_pb2.NodeSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=sorted(sampling.allowed_token_ids),
+        banned_token_ids=sorted(sampling.banned_token_ids),
+        banned_sequences=[inference_pb2.TokenIds(ids=ids) for ids in sampling.banned_sequences],
+        grammar=None if grammar is None else node_pb2.Grammar(kind=_GRAMMAR_KINDS[grammar.kind], text=grammar.text),
+    )
 
 
 def hello_from_pb(message: node_pb2.NodeHello) -> Hello:
@@ -157,6 +191,8 @@ def _event_from_pb(node: Incarnation, message: node_pb2.LegEvent) -> LegEvent | 
             return FirstToken(
                 node, attempt, _first_tokens(first.tokens), first.num_cached_tokens, dict(first.durations_s)
             )
+        case "prompt_logprobs":
+            return PromptScored(node, attempt, message.prompt_logprobs.start, _scores(message.prompt_logprobs))
         case "adopted":
             return Adopted(node, attempt, _first_tokens(message.adopted.tokens), dict(message.adopted.durations_s))
         case "ended":
@@ -172,18 +208,45 @@ def _event_from_pb(node: Incarnation, message: node_pb2.LegEvent) -> LegEvent | 
 def _consecutive(message: node_pb2.SequenceTokens) -> tuple[SampledToken, ...]:
     ids, logprobs = list(message.token_ids), list(message.logprobs)
     logprobs += [math.nan] * (len(ids) - len(logprobs))
+    tops = [_top(top) for top in message.top_logprobs]
+    tops += [()] * (len(ids) - len(tops))
     last = len(ids) - 1
     finish = _finish(message.finish_reason)
     return tuple(
-        SampledToken(message.first_index + offset, token_id, logprobs[offset], finish if offset == last else None)
+        SampledToken(
+            message.first_index + offset,
+            token_id,
+            logprobs[offset],
+            finish if offset == last else None,
+            message.sequence,
+            tops[offset],
+        )
         for offset, token_id in enumerate(ids)
     )
 
 
 def _first_tokens(tokens: Sequence[node_pb2.FirstToken]) -> tuple[SampledToken, ...]:
     return tuple(
-        SampledToken(token.index, token.token_id, token.logprob, _finish(token.finish_reason)) for token in tokens
+        SampledToken(
+            token.index,
+            token.token_id,
+            token.logprob,
+            _finish(token.finish_reason),
+            token.sequence,
+            _top(token.top_logprobs),
+        )
+        for token in tokens
     )
+
+
+def _scores(message: node_pb2.LegPromptLogprobs) -> tuple[TokenScore, ...]:
+    tops = [_top(top) for top in message.top_logprobs]
+    tops += [()] * (len(message.logprobs) - len(tops))
+    return tuple(map(TokenScore, message.logprobs, tops))
+
+
+def _top(message: inference_pb2.TopLogprobs) -> TopLogprobs:
+    return tuple(zip(message.token_ids, message.logprobs, strict=False))
 
 
 def _finish(value: int) -> FinishReason | None:

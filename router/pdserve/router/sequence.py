@@ -47,7 +47,7 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still come."""
+        """Tokens that may still come, as far as `max_tokens` goes."""
         return self._rules.max_tokens - len(self.token_ids)
 
     def drop_early(self) -> None:

@@ -1,20 +1,19 @@
-"""The shell around all sessions: executes their instructions, owns their timers and the line of those that wait for nodes.
+"""The shell around all sessions: executes their instructions and owns their timers; those that wait for nodes are in `placing`.
 
 Everything runs on the event loop's thread and returns at once; what sessions decide is in `session`.
 """
 
 import asyncio
-from collections import Counter, deque
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.core.ids import Incarnation, new_transfer_id
 from pdserve.core.work import LegOutcome
 from pdserve.router import pb_nodes
-from pdserve.router.admission import Admission, WaitingLine
+from pdserve.router.admission import Admission
 from pdserve.router.events import (
     Aborted,
     Adopted,
@@ -31,6 +30,8 @@ from pdserve.router.events import (
     Tick,
     Tokens,
 )
+from pdserve.router.facts import SessionFacts
+from pdserve.router.family import Family
 from pdserve.router.instructions import (
     Answer,
     AskPlacement,
@@ -40,6 +41,7 @@ from pdserve.router.instructions import (
     DeliverPrompt,
     Fail,
     Finish,
+    Fork,
     Instruction,
     LegAbandoned,
     PlacementQuery,
@@ -50,44 +52,20 @@ from pdserve.router.journal import Journal
 from pdserve.router.lifecycle import SessionState
 from pdserve.router.mailbox import Mailbox
 from pdserve.router.membership import Membership
-from pdserve.router.nodes import NodeLoad
+from pdserve.router.open_session import OpenSession, gauges_of
 from pdserve.router.output import OutputText
-from pdserve.router.patience import SessionLimits
+from pdserve.router.patience import Patience, SessionLimits
 from pdserve.router.pb import SessionRow
-from pdserve.router.placement import Busy, Pair, PlacementPolicy, place
+from pdserve.router.placement import PlacementPolicy
+from pdserve.router.placing import MIN_TIMER_S, Placing
 from pdserve.router.request import ValidRequest
 from pdserve.router.sequence import EndRules, Sequence
-from pdserve.router.session import Session, SessionFacts
+from pdserve.router.sequences import Sequences
+from pdserve.router.session import Session
 from pdserve.router.timeline import TimelineRecorder
 
-MIN_TIMER_S = 0.001
-RESUMES_PER_NODE = 8
-"""Sessions per prefill node that are computed anew at once: the loss of a full node must not flood the others."""
 PEER_LOST = "peer_lost"
 """A node's reason for a leg whose other node is gone."""
-
-
-@dataclass
-class OpenSession:
-    """A session with what its shell needs: the request, the client's mailbox, the timer, events that wait their turn."""
-
-    request: ValidRequest
-    session: Session
-    mailbox: Mailbox
-    journal: Journal
-    processes: tuple[ProcessInfo, ...] = ()
-    """The nodes of the last attempt, as they were when it was submitted."""
-    error: PdserveError | None = None
-    is_ended: bool = False
-    timer: asyncio.TimerHandle | None = None
-    due_s: float | None = None
-    events: deque[Event] = field(default_factory=deque)
-    is_handling: bool = False
-
-    @property
-    def session_id(self) -> int:
-        """The router's number of the session."""
-        return self.session.facts.session_id
 
 
 class Sessions:
@@ -102,14 +80,11 @@ class Sessions:
         clock: Clock,
         max_unread_bytes: int,
     ) -> None:
-        self._membership, self._admission, self._policy = membership, admission, policy
+        self._membership, self._admission = membership, admission
         self._limits, self._clock, self._max_unread_bytes = limits, clock, max_unread_bytes
         self._open: dict[int, OpenSession] = {}
-        self._line = WaitingLine()
-        self._pump_timer: asyncio.TimerHandle | None = None
+        self._placing = Placing(membership, policy, clock, self)
         self._next_id = 1
-        self._is_pumping = False
-        self._is_pump_due = False
         self._num_ended: Counter[SessionState] = Counter()
         self.num_stray_events = 0
         self.num_abandoned_legs = 0
@@ -124,43 +99,40 @@ class Sessions:
     @property
     def num_waiting(self) -> int:
         """Sessions that wait for nodes and were never served."""
-        return self._line.num_new
+        return self._placing.num_new
 
     def open(
         self,
         request: ValidRequest,
         prompt_ids: tuple[int, ...],
         max_tokens: int,
-        output: OutputText,
+        outputs: Iterable[OutputText],
         timeline: TimelineRecorder,
         received_s: float,
         deadline_s: float | None,
     ) -> OpenSession:
-        """Open a session for a request that was admitted; it leaves admission when it closes."""
+        """Open a session for a request that was admitted, one output per sequence; it leaves admission when it is closed."""
         session_id, self._next_id = self._next_id, self._next_id + 1
         rules = EndRules(max_tokens, request.stop_token_ids, request.ignore_eos)
         session = Session(
-            SessionFacts(session_id, prompt_ids, max_tokens, received_s, deadline_s),
-            Sequence(rules, output),
-            self._limits,
+            SessionFacts(session_id, prompt_ids, max_tokens, received_s, deadline_s, request.prompt_logprobs),
+            Sequences({index: Sequence(rules, output) for index, output in enumerate(outputs)}),
+            Patience(self._limits, received_s),
             timeline,
             new_transfer_id,
         )
         mailbox = Mailbox(self._max_unread_bytes if request.stream else None)
-        entry = OpenSession(request, session, mailbox, Journal(request.label, session))
+        entry = self._enter(request, session, Family(), mailbox)
         entry.journal.admitted()
-        self._open[session_id] = entry
-        entry.is_handling = True
-        self._execute(entry, session.begin(self._clock.now_s()))
-        entry.is_handling = False
-        self._work_off(entry)
-        self.pump()
+        self._begin(entry, session.begin)
+        self._placing.pump()
         return entry
 
     def client_left(self, entry: OpenSession) -> None:
         """Say that nobody reads the answer any more. Harmless when it is complete."""
         entry.mailbox.discard()
-        self._tell(entry, ClientLeft())
+        for member in self._members(entry.family):
+            self._tell(member, ClientLeft())
 
     def leg_event(self, session_id: int, event: LegEvent) -> None:
         """Take what a node said of a leg."""
@@ -174,8 +146,8 @@ class Sessions:
             entry.journal.leg_ended(event)
             self._heed_loss(entry, event)
         self._tell(entry, event)
-        if len(self._line) and isinstance(event, FirstToken | LegReleased):
-            self._pump_soon()
+        if len(self._placing) and isinstance(event, FirstToken | LegReleased):
+            self._placing.pump_soon()
 
     def node_lost(self, node: Incarnation, reason: str) -> None:
         """Tell every session that a node's stream broke."""
@@ -189,30 +161,29 @@ class Sessions:
             self._tell(entry, Aborted(make_error()))
 
     def pump(self) -> None:
-        """Place those that wait: resumes first, each by age. Called whenever nodes may have become free."""
-        if self._is_pumping:
-            return
-        self._is_pumping = True
-        self._is_pump_due = False
-        try:
-            self._place_waiting()
-        finally:
-            self._is_pumping = False
-        self._arm_pump()
+        """Place those that wait. Called whenever nodes may have become free."""
+        self._placing.pump()
+
+    def place(self, session_id: int, event: Placed | PlacementRefused) -> None:
+        """Answer a session's question for nodes."""
+        entry = self._open.get(session_id)
+        if entry is not None:
+            self._tell(entry, event)
+
+    def num_resuming(self) -> int:
+        """Return how many sessions' tokens are being computed anew."""
+        return sum(
+            entry.session.attempt > 1 and entry.session.state in (SessionState.PLACED, SessionState.PREFILLING)
+            for entry in self._open.values()
+        )
 
     # ---- views
 
     def gauges(self) -> dict[str, float]:
-        """Return sessions by state and what they hold."""
-        counts = {f"sessions.{state.value}": 0.0 for state in SessionState}
-        for entry in self._open.values():
-            counts[f"sessions.{entry.session.state.value}"] += 1
-        return counts | {
-            "sessions": float(len(self._open)),
+        """Return sessions by state, what they hold, and how requests ended."""
+        return gauges_of(self._open.values()) | {
             "admitted": float(self._admission.num_open),
-            "waiting": float(len(self._line)),
-            "legs_open": float(sum(entry.session.num_open_legs for entry in self._open.values())),
-            "mailbox_bytes": float(sum(entry.mailbox.num_bytes for entry in self._open.values())),
+            "waiting": float(len(self._placing)),
             "served_total": float(self._num_ended[SessionState.FINISHED]),
             "failed_total": float(self._num_ended[SessionState.FAILED]),
             "cancelled_total": float(self._num_ended[SessionState.CANCELLED]),
@@ -226,31 +197,45 @@ class Sessions:
     def rows(self, limit: int) -> list[SessionRow]:
         """Return up to `limit` open sessions, oldest first."""
         now_s = self._clock.now_s()
-        return [
-            SessionRow(
-                entry.session_id,
-                entry.request.label,
-                entry.session.state.name,
-                entry.session.attempt,
-                now_s - entry.session.facts.received_s,
-                len(entry.session.sequence.token_ids),
-            )
-            for entry in list(self._open.values())[:limit]
-        ]
+        return [entry.row(now_s) for entry in itertools.islice(self._open.values(), limit)]
 
     def check_invariants(self) -> list[str]:
         """Return what is wrong; empty when all is well."""
         faults = [fault for entry in self._open.values() for fault in entry.session.check_invariants()]
-        if self._admission.num_open < len(self._open):
-            faults.append(f"{len(self._open)} sessions are open, {self._admission.num_open} were admitted")
-        faults += [
-            f"{query.session_id} waits and is not open"
-            for query in self._line.all()
-            if query.session_id not in self._open
-        ]
+        num_requests = len({id(entry.family) for entry in self._open.values()})
+        if self._admission.num_open < num_requests:
+            faults.append(f"{num_requests} requests are open, {self._admission.num_open} were admitted")
+        waiting = [session_id for session_id in self._placing.session_ids if session_id not in self._open]
+        faults += [f"{session_id} waits and is not open" for session_id in waiting]
         return faults
 
     # ---- the engine room
+
+    def _enter(self, request: ValidRequest, session: Session, family: Family, mailbox: Mailbox) -> OpenSession:
+        family.join(session)
+        entry = OpenSession(request, session, family, mailbox, Journal(request.label, session, family))
+        self._open[session.facts.session_id] = entry
+        return entry
+
+    def _begin(self, entry: OpenSession, begin: Callable[[float], list[Instruction]]) -> None:
+        """Execute a session's first instructions; events that they cause come after them."""
+        entry.is_handling = True
+        self._execute(entry, begin(self._clock.now_s()))
+        entry.is_handling = False
+        self._work_off(entry)
+
+    def _fork(self, entry: OpenSession, parts: Iterable[Sequences]) -> None:
+        """Let each part go on as a session of its own."""
+        for part in parts:
+            session_id, self._next_id = self._next_id, self._next_id + 1
+            child = entry.session.child(part, session_id)
+            entry.journal.forked(child)
+            self._begin(self._enter(entry.request, child, entry.family, entry.mailbox), child.resume)
+
+    def _members(self, family: Family) -> list[OpenSession]:
+        """Return the sessions of a request that are still open."""
+        numbers = [session.facts.session_id for session in family.sessions]
+        return [self._open[number] for number in numbers if number in self._open]
 
     def _tell(self, entry: OpenSession, event: Event) -> None:
         """Queue an event; events that an instruction causes are handled after it, never inside it."""
@@ -281,11 +266,12 @@ class Sessions:
                 case AskPlacement(query):
                     self._ask_placement(entry, query)
                 case WithdrawPlacement():
-                    self._line.leave(entry.session_id)
+                    self._placing.withdraw(entry.session_id)
                 case Submit():
                     self._submit(entry, instruction)
-                case CancelLeg(node, attempt, reason):
-                    self._membership.send(node, [pb_nodes.cancel_message(entry.session_id, attempt, reason)])
+                case CancelLeg(node, attempt, reason, sequences):
+                    message = pb_nodes.cancel_message(entry.session_id, attempt, reason, sequences)
+                    self._membership.send(node, [message])
                 case DeliverPrompt(tokens):
                     entry.mailbox.put_prompt(tokens)
                 case Deliver(gain):
@@ -294,10 +280,11 @@ class Sessions:
                 case Finish():
                     entry.mailbox.finish(instruction)
                 case Answer():
-                    entry.mailbox.close(instruction)
+                    self._answer(entry, instruction)
                 case Fail(error):
-                    entry.error = error
-                    entry.mailbox.close(instruction)
+                    self._fail(entry, error)
+                case Fork(parts):
+                    self._fork(entry, parts)
                 case LegAbandoned(node, attempt):
                     self.num_abandoned_legs += 1
                     entry.journal.abandoned(node, attempt)
@@ -307,51 +294,30 @@ class Sessions:
     def _ask_placement(self, entry: OpenSession, query: PlacementQuery) -> None:
         if entry.session.attempt:
             entry.journal.resuming()
-        self._line.join(query)
-        self._pump_soon()
+        self._placing.ask(query)
 
-    def _pump_soon(self) -> None:
-        """Pump once, however many events of this turn of the loop ask for it."""
-        if not self._is_pump_due:
-            self._is_pump_due = True
-            asyncio.get_running_loop().call_soon(self.pump)
+    def _answer(self, entry: OpenSession, part: Answer) -> None:
+        """Close the request's answer with its last part."""
+        answer = entry.family.answered(entry.session, part)
+        if answer is None:
+            return
+        entry.family.processes = entry.submitted_to
+        entry.mailbox.close(answer)
 
-    def _place_waiting(self) -> None:
-        loads = self._membership.loads()
-        room = RESUMES_PER_NODE * sum(load.role is Role.PREFILL for load in loads) - self._num_resuming()
-        for query in self._line.due(self._clock.now_s(), room):
-            if self._try_place(query, loads):
-                loads = self._membership.loads()
-
-    def _num_resuming(self) -> int:
-        """Sessions whose tokens are being computed anew."""
-        return sum(
-            entry.session.attempt > 1 and entry.session.state in (SessionState.PLACED, SessionState.PREFILLING)
-            for entry in self._open.values()
-        )
-
-    def _try_place(self, query: PlacementQuery, loads: list[NodeLoad]) -> bool:
-        """Answer a question if it can be answered now; return whether nodes were given work."""
-        entry = self._open.get(query.session_id)
-        found = place(query, loads, self._policy)
-        if entry is None or isinstance(found, Busy):
-            return False
-        if isinstance(found, Pair):
-            self._line.leave(query.session_id)
-            eos = self._membership.eos_token_ids(found.prefill)
-            self._tell(entry, Placed(found.prefill, found.decode, found.identity, eos))
-            return True
-        if found.is_final or not query.is_resume:
-            self._line.leave(query.session_id)
-            found.error.hint = found.error.hint or self._membership.why_empty()
-            self._tell(entry, PlacementRefused(found.error))
-        return False
+    def _fail(self, entry: OpenSession, error: PdserveError) -> None:
+        """A part that fails fails the request: the others end with it."""
+        if not entry.family.failed(error):
+            return
+        entry.mailbox.close(Fail(error))
+        for member in self._members(entry.family):
+            if member is not entry:
+                self._tell(member, Aborted(error))
 
     def _submit(self, entry: OpenSession, submit: Submit) -> None:
         """Tell both nodes at once, decode first: an OPEN that overtakes its submit would have to be parked."""
         entry.journal.placed(submit)
         hellos = [self._membership.hello(node) for node in (submit.prefill, submit.decode) if node is not None]
-        entry.processes = tuple(hello.process for hello in hellos if hello is not None)
+        entry.submitted_to = tuple(hello.process for hello in hellos if hello is not None)
         now_s = self._clock.now_s()
         facts, request = entry.session.facts, entry.request
         wire = pb_nodes.SubmitFacts(
@@ -364,6 +330,8 @@ class Sessions:
             ignore_eos=request.ignore_eos,
             deadline_s=0.0 if facts.deadline_s is None else max(0.001, facts.deadline_s - now_s),
             age_s=max(0.0, now_s - facts.received_s),
+            min_tokens=request.min_tokens,
+            top_logprobs=request.top_logprobs,
         )
         num_tokens = len(facts.prompt_ids) + len(submit.output_ids)
         messages = pb_nodes.submit_messages(wire, submit)
@@ -386,12 +354,11 @@ class Sessions:
 
     def _note_end(self, entry: OpenSession) -> None:
         """Log and count the end of a request, once."""
-        if entry.is_ended:
-            return
-        entry.is_ended = True
-        is_fault = entry.error is not None or not entry.session.life.is_terminal
-        self._num_ended[SessionState.FAILED if is_fault else entry.session.state] += 1
-        entry.journal.ended(entry.error)
+        family = entry.family
+        if family.is_answered and not family.is_noted:
+            family.is_noted = True
+            self._num_ended[family.state] += 1
+            entry.journal.ended()
 
     def _slow_reader(self) -> PdserveError:
         return SlowReader(
@@ -400,13 +367,13 @@ class Sessions:
 
     def _break(self, entry: OpenSession, error: InternalError) -> None:
         """A fault of ours in one session must not touch the others: fail it, cancel its legs, forget it."""
-        self._line.leave(entry.session_id)
+        self._placing.withdraw(entry.session_id)
         for leg in entry.session.legs:
             if not leg.is_closed:
                 message = pb_nodes.cancel_message(entry.session_id, leg.attempt, "internal error")
                 self._membership.send(leg.node, [message])
-        entry.error = error
-        entry.mailbox.close(Fail(error))
+        entry.session.give_up(self._clock.now_s())
+        self._fail(entry, error)
         self._note_end(entry)
         self._close(entry)
 
@@ -415,7 +382,8 @@ class Sessions:
             return
         if entry.timer is not None:
             entry.timer.cancel()
-        self._admission.leave(self._clock.now_s())
+        if not self._members(entry.family):
+            self._admission.leave(self._clock.now_s())
         self.num_stray_events += entry.session.num_stray_events
         if not self._open:
             self.on_idle()
@@ -432,16 +400,6 @@ class Sessions:
             return
         delay_s = max(MIN_TIMER_S, due_s - self._clock.now_s())
         entry.timer = asyncio.get_running_loop().call_later(delay_s, self._tell, entry, Tick())
-
-    def _arm_pump(self) -> None:
-        if self._pump_timer is not None:
-            self._pump_timer.cancel()
-            self._pump_timer = None
-        now_s = self._clock.now_s()
-        due_s = self._line.next_due_s(now_s)
-        if due_s is not None:
-            delay_s = max(MIN_TIMER_S, due_s - now_s)
-            self._pump_timer = asyncio.get_running_loop().call_later(delay_s, self.pump)
 
 
 def _nobody_waits() -> None:

@@ -3,6 +3,7 @@
 Formulas and clocks stand in docs/timeline.md. Time is passed in.
 """
 
+import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,10 @@ class TimelineRecorder:
         self._first_token_s: float | None = None
         self._overlapped = Overlapped()
         self._stalls: list[tuple[int, str, float, float | None]] = []
+
+    def fork(self) -> "TimelineRecorder":
+        """Return a copy for a session that takes over some of the sequences: until now, both have the same story."""
+        return copy.deepcopy(self)
 
     def enter(self, name: StageName, attempt: int, now_s: float) -> None:
         """Cut: the running stage ends and the next one begins."""
