@@ -2,8 +2,8 @@
 
 A token is shown together with its text. Without stop texts every token is shown at once (only unfinished characters wait);
 with them, a token is held while any of its text could still become part of a stop, and those that belong to a stop are
-dropped: neither shown nor counted. In an answer to a chat the text then runs through a reader, which parts it into content, reasoning
-and tool calls; it may keep text back after the tokens were shown.
+dropped: neither shown nor counted. In an answer to a chat the text then runs through a reader, which parts it into content,
+reasoning and tool calls; it may keep text back after the tokens were shown.
 """
 
 from collections import deque
