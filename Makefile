@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$p
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PACKAGES := proto core kernels engine kvtransfer rpc node prefill_node decode_node router client cli
+PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node decode_node router client cli
 MODEL := smollm2-135m-instruct
 
 .PHONY: help setup model check test proto goldens demo bench clean

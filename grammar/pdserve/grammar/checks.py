@@ -1,0 +1,71 @@
+"""What is refused before the library sees it: what it would take and then choke on, or take and read otherwise than it stands."""
+
+import json
+from decimal import Decimal, InvalidOperation
+
+from pdserve.core.work import Grammar, GrammarKind
+from pdserve.grammar.outcome import GrammarRefused
+
+MAX_TEXT_BYTES = 128 * 1024
+"""Also keeps recursion in the library's native code, as deep as a chain of rules is long, within `compiler`'s stack."""
+MAX_MULTIPLE = 10_000
+"""Largest multipleOf, its point taken out: the library makes a state per remainder (measured: a million, 5 s and 270 MB)."""
+
+
+def check(grammar: Grammar) -> None:
+    """Raise GrammarRefused for a text that must not reach the library."""
+    if len(grammar.text.encode(errors="replace")) > MAX_TEXT_BYTES:
+        raise GrammarRefused(f"it is longer than {MAX_TEXT_BYTES} bytes")
+    if not grammar.text.strip():
+        raise GrammarRefused("it is empty")
+    if grammar.text.encode(errors="replace") != grammar.text.encode(errors="surrogatepass"):
+        raise GrammarRefused("it is not valid Unicode")
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            check_schema(grammar.text)
+        case GrammarKind.LARK:
+            if "%json" in grammar.text:
+                raise GrammarRefused("%json is not served inside a grammar; send a JSON schema instead")
+        case GrammarKind.REGEX:
+            pass
+
+
+def check_schema(text: str) -> None:
+    """Raise GrammarRefused for a text that is no JSON Schema, or one with a keyword that must not reach the library."""
+    try:
+        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_constant)
+    except (ValueError, InvalidOperation) as error:
+        raise GrammarRefused(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise GrammarRefused("it is nested too deeply") from None
+    if not isinstance(schema, dict):
+        raise GrammarRefused("a schema is a JSON object")
+    if "x-guidance" in schema:
+        raise GrammarRefused("x-guidance is not served: options of the grammar library are pdserve's own")
+    unseen: list[object] = [schema]
+    while unseen:
+        value = unseen.pop()
+        if isinstance(value, list):
+            unseen += value
+        elif isinstance(value, dict):
+            unseen += value.values()
+            multiple = value.get("multipleOf")
+            if isinstance(multiple, int | Decimal) and _coefficient(multiple) > MAX_MULTIPLE:
+                raise GrammarRefused(
+                    f"multipleOf {multiple} has too many remainders; its digits may be at most {MAX_MULTIPLE}"
+                )
+
+
+def _coefficient(number: int | Decimal) -> int:
+    """Return a number's digits without sign, point and trailing zeros behind the point."""
+    sign_free = abs(Decimal(number))
+    if sign_free > MAX_MULTIPLE:
+        return int(min(sign_free, Decimal(MAX_MULTIPLE + 1)))
+    digits = sign_free.normalize().as_tuple()
+    coefficient = int("".join(map(str, digits.digits)))
+    assert isinstance(digits.exponent, int), "JSON has no NaN"
+    return coefficient * 10**digits.exponent if digits.exponent > 0 else coefficient
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
