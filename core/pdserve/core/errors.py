@@ -3,6 +3,8 @@
 PdserveError
 ├── InvalidRequest          can never work as sent; names the field
 ├── NotServed               a field that this version does not serve; names it
+├── GrammarNotServed        a structured output that cannot be served; says why
+├── GrammarTooSlow          a structured output that takes too long to compile
 ├── UnknownModel            no such model here
 ├── Overloaded              queues are full; carries when to retry
 ├── SlowReader              the client read too slowly for too long
@@ -67,6 +69,14 @@ class InvalidRequest(PdserveError):
 
 class NotServed(PdserveError):
     """The request uses a field that this version does not serve."""
+
+
+class GrammarNotServed(PdserveError):
+    """The answer should belong to a language that cannot be served."""
+
+
+class GrammarTooSlow(PdserveError):
+    """The answer should belong to a language that takes too long to compile."""
 
 
 class UnknownModel(PdserveError):
@@ -154,6 +164,8 @@ class AddressInUse(SetupError):
 GRPC_CODES: Mapping[type[PdserveError], str] = {
     InvalidRequest: "INVALID_ARGUMENT",
     NotServed: "UNIMPLEMENTED",
+    GrammarNotServed: "INVALID_ARGUMENT",
+    GrammarTooSlow: "INVALID_ARGUMENT",
     UnknownModel: "NOT_FOUND",
     Overloaded: "RESOURCE_EXHAUSTED",
     SlowReader: "RESOURCE_EXHAUSTED",

@@ -3,6 +3,8 @@
 import json
 from decimal import Decimal, InvalidOperation
 
+from llguidance.gbnf_to_lark import is_lark_syntax
+
 from pdserve.core.work import Grammar, GrammarKind
 from pdserve.grammar.outcome import GrammarRefused
 
@@ -10,6 +12,14 @@ MAX_TEXT_BYTES = 128 * 1024
 """Also keeps recursion in the library's native code, as deep as a chain of rules is long, within `compiler`'s stack."""
 MAX_MULTIPLE = 10_000
 """Largest multipleOf, its point taken out: the library makes a state per remainder (measured: a million, 5 s and 270 MB)."""
+
+MAX_GBNF_CHARS = 32 * 1024
+"""Turning GBNF into Lark takes a time that grows with the square of its rules (measured: 5000 rules, 6 s)."""
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is in llama.cpp's notation rather than in Lark's."""
+    return "::=" in text and not is_lark_syntax(text)
 
 
 def check(grammar: Grammar) -> None:
@@ -26,6 +36,8 @@ def check(grammar: Grammar) -> None:
         case GrammarKind.LARK:
             if "%json" in grammar.text:
                 raise GrammarRefused("%json is not served inside a grammar; send a JSON schema instead")
+            if is_gbnf(grammar.text) and len(grammar.text) > MAX_GBNF_CHARS:
+                raise GrammarRefused(f"GBNF is served up to {MAX_GBNF_CHARS} characters; Lark is quicker to read")
         case GrammarKind.REGEX:
             pass
 

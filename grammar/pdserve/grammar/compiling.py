@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from pdserve.core.work import Grammar, GrammarKind
-from pdserve.grammar.checks import check
+from pdserve.grammar.checks import check, is_gbnf
 from pdserve.grammar.outcome import GrammarRefused
 from pdserve.grammar.vocabulary import GrammarVocabulary
 
@@ -61,7 +62,19 @@ def _source(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(grammar.text)
+            return LLMatcher.grammar_from_lark(_lark(grammar.text))
+
+
+def _lark(text: str) -> str:
+    """Return a grammar in Lark's notation, which it may be in already."""
+    if not is_gbnf(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except GbnfToLarkError as error:
+        raise GrammarRefused(_line(str(error))) from None
+    except RecursionError:
+        raise GrammarRefused("it is nested too deeply") from None
 
 
 def _line(reason: str) -> str:
