@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -9,12 +10,20 @@ from google.protobuf.message import Message
 
 from pdserve.core.errors import InvalidRequest, NotServed, PdserveError, UnknownModel
 from pdserve.router import pb
+from pdserve.router.pool_size import PoolSize
 from pdserve.router.request import ValidRequest
-from pdserve.router.validation import LengthLimits, ServedModel, resolve_max_tokens, validate
+from pdserve.router.validation import LengthLimits, ServedModel, resolve_lengths, resolve_max_tokens, validate
 from pdserve.v1 import inference_pb2
 
-MODEL = ServedModel("tiny", vocab_size=100, has_chat_template=True)
-BARE = ServedModel("bare", vocab_size=100, has_chat_template=False)
+
+def encode_word(word: str) -> frozenset[tuple[int, ...]]:
+    """A tokenizer with one token per letter, of which some stand for a letter after a space; it knows no digits."""
+    ids = tuple(ord(char) % 50 for char in word if not char.isdigit())
+    return frozenset({ids, (50 + ids[0], *ids[1:])} if ids else {()})
+
+
+MODEL = ServedModel("tiny", 100, True, encode_word)
+BARE = ServedModel("bare", 100, False, encode_word)
 MAX_BYTES = 1 << 20
 
 Request = inference_pb2.GenerateRequest
@@ -38,6 +47,16 @@ def refusal(change: Change, model: ServedModel = MODEL) -> PdserveError:
         checked(request, model)
     assert caught.value.hint, "a refusal says what to do"
     return caught.value
+
+
+def set_sampling(name: str, value: float, request: inference_pb2.GenerateRequest) -> None:
+    setattr(request.sampling, name, value)
+
+
+def allow(request: inference_pb2.GenerateRequest, allowed: set[int], banned: set[int], *words: str) -> None:
+    request.sampling.allowed_token_ids.extend(allowed)
+    request.sampling.banned_token_ids.extend(banned)
+    request.sampling.banned_words.extend(words)
 
 
 TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user")], tools=["{}"])
@@ -70,18 +89,37 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("stop.stop_token_ids", InvalidRequest, lambda r: r.stop.stop_token_ids.append(100)),
     ("stop.stop_token_ids", InvalidRequest, lambda r: r.stop.stop_token_ids.extend([1] * 65)),
     ("n", InvalidRequest, lambda r: setattr(r, "n", 0)),
-    ("n", NotServed, lambda r: setattr(r, "n", 2)),
     ("priority", NotServed, lambda r: setattr(r, "priority", -1)),
     ("objectives", NotServed, lambda r: r.objectives.SetInParent()),
     ("cache_salt", NotServed, lambda r: setattr(r, "cache_salt", "")),
-    ("top_logprobs", NotServed, lambda r: setattr(r, "top_logprobs", 1)),
-    ("prompt_logprobs", NotServed, lambda r: setattr(r, "prompt_logprobs", True)),
     ("chat.tools", NotServed, lambda r: r.chat.MergeFrom(TOOLS)),
-    ("sampling.repetition_penalty", NotServed, lambda r: setattr(r.sampling, "repetition_penalty", 1.1)),
-    ("sampling.presence_penalty", NotServed, lambda r: setattr(r.sampling, "presence_penalty", 0.1)),
-    ("sampling.frequency_penalty", NotServed, lambda r: setattr(r.sampling, "frequency_penalty", math.nan)),
-    ("stop.min_tokens", NotServed, lambda r: setattr(r.stop, "min_tokens", 1)),
-    ("stop.include_stop", NotServed, lambda r: setattr(r.stop, "include_stop", True)),
+    ("n", InvalidRequest, lambda r: setattr(r, "n", 65)),
+    ("top_logprobs", InvalidRequest, lambda r: setattr(r, "top_logprobs", 21)),
+    *(
+        (f"sampling.{name}", InvalidRequest, partial(set_sampling, name, value))
+        for name, values in {
+            "repetition_penalty": (0.0, -1.0, 100.5, math.nan, math.inf),
+            "presence_penalty": (-2.1, 2.1, math.nan),
+            "frequency_penalty": (-2.1, 2.1, math.nan),
+        }.items()
+        for value in values
+    ),
+    ("sampling.logit_bias", InvalidRequest, lambda r: r.sampling.logit_bias.update({100: 1.0})),
+    ("sampling.logit_bias", InvalidRequest, lambda r: r.sampling.logit_bias.update({1: 100.5})),
+    ("sampling.logit_bias", InvalidRequest, lambda r: r.sampling.logit_bias.update({1: math.nan})),
+    ("sampling.logit_bias", InvalidRequest, lambda r: r.sampling.logit_bias.update(dict.fromkeys(range(1025), 1.0))),
+    ("sampling.allowed_token_ids", InvalidRequest, lambda r: r.sampling.allowed_token_ids.append(100)),
+    ("sampling.allowed_token_ids", InvalidRequest, lambda r: r.sampling.allowed_token_ids.extend([1] * 4097)),
+    ("sampling.banned_token_ids", InvalidRequest, lambda r: r.sampling.banned_token_ids.append(100)),
+    ("sampling.banned_token_ids", InvalidRequest, lambda r: r.sampling.banned_token_ids.extend([1] * 4097)),
+    ("sampling.banned_token_ids", InvalidRequest, lambda r: r.sampling.banned_token_ids.extend(range(100))),
+    ("sampling.allowed_token_ids", InvalidRequest, lambda r: allow(r, {1, 2}, {1, 2, 3})),
+    ("sampling.allowed_token_ids", InvalidRequest, lambda r: allow(r, {2, 47, 97}, {2}, "a")),
+    ("sampling.banned_words", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a"] * 257)),
+    ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", ""])),
+    ("sampling.banned_words[0]", InvalidRequest, lambda r: r.sampling.banned_words.append("a" * 257)),
+    ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", "77"])),
+    ("stop.min_tokens", InvalidRequest, lambda r: (setattr(r.stop, "max_tokens", 3), setattr(r.stop, "min_tokens", 4))),
 ]
 
 
@@ -120,7 +158,8 @@ def test_neutral_values_of_unserved_fields_are_accepted(change: Change) -> None:
 
 def leaves(descriptor: Descriptor, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for field in descriptor.fields:
-        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None:
+        is_message = field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None
+        if is_message and not field.message_type.GetOptions().map_entry:
             yield from leaves(field.message_type, (*path, field.name))
         else:
             yield (*path, field.name)
@@ -143,6 +182,8 @@ def set_leaf(message: Message, path: tuple[str, ...]) -> None:
     current = getattr(message, name)
     if hasattr(current, "append"):
         current.append(value)
+    elif hasattr(current, "update"):
+        current.update({3: 0.5})
     else:
         setattr(message, name, value)
 
@@ -198,6 +239,50 @@ def test_an_unset_seed_is_drawn_and_a_given_one_kept() -> None:
     assert max(drawn) < 1 << 53, "JSON numbers are exact up to there"
 
 
+def test_sampling_arrives_as_it_was_asked_for() -> None:
+    request = text_request()
+    request.sampling.repetition_penalty = 1.5
+    request.sampling.presence_penalty = -2
+    request.sampling.frequency_penalty = 2
+    request.sampling.logit_bias.update({9: -100.0, 3: 100.0})
+    request.sampling.allowed_token_ids.extend([3, 9, 3])
+    request.sampling.banned_token_ids.append(9)
+    request.sampling.banned_words.extend(["ab", "ab"])
+    request.n, request.top_logprobs, request.prompt_logprobs = 64, 20, True
+    request.stop.max_tokens = request.stop.min_tokens = 5
+    request.stop.include_stop = True
+    valid = checked(request)
+    sampling = valid.sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -2.0, 2.0)
+    assert sampling.logit_bias == ((3, 100.0), (9, -100.0))
+    assert (sampling.allowed_token_ids, sampling.banned_token_ids) == ({3, 9}, {9})
+    assert sampling.banned_sequences == ((47, 48), (97, 48)), "within a word and at its start, each once"
+    assert (valid.n, valid.top_logprobs, valid.prompt_logprobs) == (64, 20, True)
+    assert (valid.min_tokens, valid.include_stop) == (5, True)
+
+
+def test_what_may_be_chosen_before_min_tokens_is_not_only_ends() -> None:
+    """End-of-sequence ids are the nodes' knowledge, so this is checked with the lengths."""
+    limits = LengthLimits(64, 100)
+    eos = frozenset({2})
+
+    def lengths(allowed: set[int], **stop: object) -> int:
+        request = text_request()
+        request.sampling.allowed_token_ids.extend(allowed)
+        request.stop.MergeFrom(inference_pb2.StopConditions(**stop))
+        return resolve_lengths(10, checked(request), limits, eos, 100)
+
+    assert lengths({2, 5}, min_tokens=1) == 54
+    assert lengths({2}) == 54
+    for allowed, stops in (({2}, []), ({2, 5}, [5])):
+        with pytest.raises(InvalidRequest) as caught:
+            lengths(allowed, min_tokens=1, stop_token_ids=stops)
+        assert caught.value.field == "stop.min_tokens"
+    with pytest.raises(InvalidRequest, match="can have 54") as caught:
+        lengths(set(), min_tokens=55)
+    assert caught.value.field == "stop.min_tokens"
+
+
 LIMITS = LengthLimits(common=64, longest=100)
 
 
@@ -217,3 +302,29 @@ def test_lengths_that_never_fit_are_refused(num_prompt_ids: int, max_tokens: int
     with pytest.raises(InvalidRequest) as caught:
         resolve_max_tokens(num_prompt_ids, max_tokens, LIMITS, "text")
     assert caught.value.field == field
+
+
+POOL = LengthLimits(common=64, longest=100, pools=(PoolSize(num_blocks=12, block_size=8), PoolSize(4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_ids", "max_tokens", "n", "resolved"),
+    [
+        (10, None, 1, 54),  # one answer is bound by its length alone
+        (10, None, 2, 38),  # 12 blocks: 1 shared, 5 for each answer: 48 tokens
+        (8, None, 11, 8),  # 1 shared, 1 for each answer
+        (16, 32, 2, 32),
+        (15, 1, 11, 1),
+    ],
+)
+def test_answers_that_share_a_prompt_fit_a_pool_together(
+    num_prompt_ids: int, max_tokens: int | None, n: int, resolved: int
+) -> None:
+    assert resolve_max_tokens(num_prompt_ids, max_tokens, POOL, "text", n) == resolved
+
+
+@pytest.mark.parametrize(("num_prompt_ids", "max_tokens", "n"), [(10, 39, 2), (8, None, 12), (95, None, 2)])
+def test_answers_that_never_fit_together_are_refused(num_prompt_ids: int, max_tokens: int | None, n: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_max_tokens(num_prompt_ids, max_tokens, POOL, "text", n)
+    assert caught.value.field == "n"

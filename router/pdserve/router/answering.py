@@ -24,7 +24,7 @@ from pdserve.router.request import GenerateCall, PromptInput, TextInput, TokenIn
 from pdserve.router.sessions import Sessions
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
-from pdserve.router.validation import input_field, label_fault, resolve_max_tokens, validate
+from pdserve.router.validation import label_fault, resolve_lengths, validate
 
 CLIENT_STALL_S = 60.0
 """Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
@@ -154,11 +154,13 @@ class Answering:
         )
 
     def _max_tokens(self, request: ValidRequest, num_prompt_ids: int) -> int:
-        limits = length_limits(self.membership.loads())
+        loads = self.membership.loads()
+        limits = length_limits(loads)
         if limits is None:
             raise NoNodes(
                 "no prefill and decode node of equal identity are ready",
                 hint=self.membership.why_empty(),
                 retry_after_s=1.0,
             )
-        return resolve_max_tokens(num_prompt_ids, request.max_tokens, limits, input_field(request.input))
+        eos = frozenset().union(*(self.membership.eos_token_ids(load.incarnation) for load in loads))
+        return resolve_lengths(num_prompt_ids, request, limits, eos, self.model.vocab_size)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
+from pdserve.router.pool_size import PoolSize
 
 ROUTER_STOPS = "the router stops"
 """Why a stream ends that this router itself lets go."""
@@ -79,9 +80,15 @@ class NodeLoad:
     num_running: int
     num_waiting_tokens: int
     num_free_blocks: int
+    num_blocks: int = 0
     connected_peers: frozenset[Incarnation] = frozenset()
     is_doubtful: bool = False
     """It may be lost: it counts as busy until that is known."""
+
+    @property
+    def pool(self) -> PoolSize:
+        """The size of its pool."""
+        return PoolSize(self.num_blocks, self.block_size)
 
 
 LegId = tuple[int, int]
@@ -133,6 +140,7 @@ class NodeLedger:
             num_running=status.num_running,
             num_waiting_tokens=waiting_tokens,
             num_free_blocks=status.num_free_blocks - self._tokens_since // block_size,
+            num_blocks=hello.num_blocks,
             connected_peers=status.connected_peers,
             is_doubtful=is_doubtful,
         )

@@ -7,9 +7,9 @@ from typing import Protocol
 from pdserve.core.build import Role
 from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError
 from pdserve.core.ids import Incarnation
-from pdserve.core.layout import num_blocks_for
 from pdserve.router.instructions import PlacementQuery
 from pdserve.router.nodes import NodeLoad
+from pdserve.router.pool_size import PoolSize
 from pdserve.router.validation import LengthLimits
 
 MAX_WAITING_PER_NODE = 64
@@ -70,7 +70,8 @@ class LeastLoaded:
     def _cost(self, query: PlacementQuery, prefill: NodeLoad, decode: NodeLoad | None) -> tuple[float, ...]:
         if decode is None:
             return (0, 0, prefill.num_waiting_tokens, prefill.num_waiting + prefill.num_running, 0, 0)
-        lacks_room = num_blocks_for(query.num_tokens + 1, decode.block_size) > decode.num_free_blocks
+        needed = PoolSize(0, decode.block_size).needs(query.num_tokens, query.num_tokens + 1, query.num_sequences)
+        lacks_room = needed > decode.num_free_blocks
         return (
             query.prefer != decode.incarnation if query.prefer is not None else 0,
             lacks_room,
@@ -117,7 +118,8 @@ def length_limits(nodes: Sequence[NodeLoad]) -> LengthLimits | None:
         return None
     common = max(min(min(a.max_model_len, b.max_model_len) for a, b in pairs) for pairs in groups.values())
     longest = max(max(min(a.max_model_len, b.max_model_len) for a, b in pairs) for pairs in groups.values())
-    return LengthLimits(common, longest)
+    decodes = {decode.incarnation: decode for pairs in groups.values() for _, decode in pairs}
+    return LengthLimits(common, longest, tuple(decode.pool for decode in decodes.values()))
 
 
 def _pairs(query: PlacementQuery, nodes: Sequence[NodeLoad]) -> list[tuple[NodeLoad, NodeLoad | None]]:
@@ -131,8 +133,15 @@ def _pairs(query: PlacementQuery, nodes: Sequence[NodeLoad]) -> list[tuple[NodeL
     prefills = [node for node in able if node.role is Role.PREFILL]
     if not query.needs_decode:
         return [(prefill, None) for prefill in prefills]
-    decodes = [node for node in able if node.role is Role.DECODE]
+    decodes = [node for node in able if node.role is Role.DECODE and _holds(node, query)]
     return [(prefill, decode) for prefill in prefills for decode in decodes if can_pair(prefill, decode)]
+
+
+def _holds(decode: NodeLoad, query: PlacementQuery) -> bool:
+    """Whether all sequences can grow to their full length; one alone is bound by `max_model_len`."""
+    if query.num_sequences == 1:
+        return True
+    return decode.pool.needs(query.num_tokens, query.max_len, query.num_sequences) <= decode.pool.num_blocks
 
 
 def _why_not(query: PlacementQuery, nodes: Sequence[NodeLoad]) -> Unplaceable:

@@ -32,7 +32,7 @@ class TextModel:
     @property
     def served(self) -> ServedModel:
         """What requests are checked against."""
-        return ServedModel(self.name, self.vocab_size, self.template is not None)
+        return ServedModel(self.name, self.vocab_size, self.template is not None, self.encode_word)
 
     def check_size(self, given: PromptInput, max_tokens: int) -> None:
         """Raise InvalidRequest for text that cannot fit into `max_tokens`, however it is cut into tokens.
@@ -73,6 +73,17 @@ class TextModel:
                 assert self.template is not None, "validation lets chat pass only with a template"
                 text = self.template.render(given)
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_word(self, word: str) -> frozenset[tuple[int, ...]]:
+        """Return the ways in which a word is encoded: at the start of a text, after a space, and within a text.
+
+        The last is what stands behind a line break: vocabularies with word-start marks set one before every text.
+        """
+        anchor, inside = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n", f"\n{word}"))
+        ways = {tuple(self.tokenizer.encode(text, add_special_tokens=False).ids) for text in (word, f" {word}")}
+        if inside[: len(anchor)] == anchor:
+            ways.add(tuple(inside[len(anchor) :]))
+        return frozenset(ways)
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one sequence."""

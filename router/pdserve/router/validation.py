@@ -1,20 +1,18 @@
 """Every check of a request, once, at the door: what comes out can be served, what cannot is refused by field and hint."""
 
-import secrets
 from dataclasses import dataclass
-from typing import NoReturn
 
-from pdserve.core.errors import InvalidRequest, NotServed, PdserveError, UnknownModel
-from pdserve.core.work import Sampling
+from pdserve.core.errors import NotServed, UnknownModel
+from pdserve.router.pool_size import PoolSize
 from pdserve.router.request import ChatInput, GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.sampling_rules import WordEncoder, check_ids, check_min_tokens, checked_sampling, refuse
 
 MAX_LABEL_CHARS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
-MAX_TEMPERATURE = 100.0
-DRAWN_SEED_BITS = 53
-"""A drawn seed survives JSON, whose numbers are exact below 2**53; a client may send any 64 bits."""
+MAX_N = 64
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,7 @@ class ServedModel:
     name: str
     vocab_size: int
     has_chat_template: bool
+    encode_word: WordEncoder
 
 
 def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
@@ -39,12 +38,17 @@ def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
         label=call.request_id,
         model=model.name,
         input=_checked_input(call.input, model),
-        sampling=_checked_sampling(call),
+        sampling=checked_sampling(call, model.vocab_size, model.encode_word),
         max_tokens=_checked_max_tokens(call.max_tokens),
         stop=_checked_stops(call.stop),
         stop_token_ids=_checked_stop_ids(call.stop_token_ids, model),
         ignore_eos=bool(call.ignore_eos),
         stream=call.stream is not False,
+        n=_checked_n(call.n),
+        min_tokens=_checked_min_tokens(call.min_tokens, call.max_tokens),
+        include_stop=bool(call.include_stop),
+        top_logprobs=_checked_top_logprobs(call.top_logprobs),
+        prompt_logprobs=bool(call.prompt_logprobs),
     )
 
 
@@ -53,31 +57,63 @@ class LengthLimits:
     """What the ready nodes can hold, tokens of prompt and answer together.
 
     `common` fits every usable node of at least one identity (an unset `max_tokens` is filled up to it); `longest` fits at
-    least one pair of nodes.
+    least one pair of nodes. `pools` are the sizes of the decode nodes' pools.
     """
 
     common: int
     longest: int
+    pools: tuple[PoolSize, ...] = ()
+
+    def most_tokens(self, num_prompt_ids: int, num_sequences: int) -> int:
+        """Return how long each of several answers to one prompt may get, prompt included; one answer is bound by its length."""
+        if num_sequences == 1:
+            return self.longest
+        return min(
+            self.longest, max((pool.most_tokens(num_prompt_ids, num_sequences) for pool in self.pools), default=0)
+        )
 
 
-def resolve_max_tokens(num_prompt_ids: int, max_tokens: int | None, limits: LengthLimits, field: str) -> int:
-    """Return the absolute bound on output tokens. Raises InvalidRequest for what can never fit.
+def resolve_lengths(
+    num_prompt_ids: int, request: ValidRequest, limits: LengthLimits, eos_token_ids: frozenset[int], vocab_size: int
+) -> int:
+    """Return the absolute bound on output tokens of each sequence. Raises InvalidRequest for what can never fit or begin."""
+    field = input_field(request.input)
+    max_tokens = resolve_max_tokens(num_prompt_ids, request.max_tokens, limits, field, request.n)
+    if request.min_tokens > max_tokens:
+        refuse(
+            "stop.min_tokens", f"min_tokens is {request.min_tokens}; the answer can have {max_tokens}", "ask for fewer"
+        )
+    check_min_tokens(request.sampling, request.min_tokens, request.stop_token_ids | eos_token_ids, vocab_size)
+    return max_tokens
+
+
+def resolve_max_tokens(
+    num_prompt_ids: int, max_tokens: int | None, limits: LengthLimits, field: str, num_sequences: int = 1
+) -> int:
+    """Return the absolute bound on output tokens of each sequence. Raises InvalidRequest for what can never fit.
 
     `field` is the input field that a prompt beyond all limits is blamed on.
     """
     if num_prompt_ids == 0:
-        _refuse(field, "the prompt is empty", "give at least one token; this model's tokenizer adds none by itself")
+        refuse(field, "the prompt is empty", "give at least one token; this model's tokenizer adds none by itself")
     if num_prompt_ids >= limits.longest:
-        _refuse(
+        refuse(
             field,
             f"the prompt has {num_prompt_ids} tokens; prompt and answer together can have {limits.longest}",
             f"shorten the prompt to at most {limits.longest - 1} tokens",
         )
+    most = limits.most_tokens(num_prompt_ids, num_sequences)
+    if num_prompt_ids + (max_tokens or 1) > most < limits.longest:
+        refuse(
+            "n",
+            f"{num_sequences} answers to {num_prompt_ids} prompt tokens can have {max(0, most - num_prompt_ids)} tokens each",
+            "ask for fewer answers, or shorter ones",
+        )
     if max_tokens is None:
         room = limits.common if num_prompt_ids < limits.common else limits.longest
-        return room - num_prompt_ids
+        return min(room, most) - num_prompt_ids
     if num_prompt_ids + max_tokens > limits.longest:
-        _refuse(
+        refuse(
             "stop.max_tokens",
             f"{num_prompt_ids} prompt tokens and max_tokens {max_tokens} exceed the {limits.longest} tokens that fit",
             f"ask for at most {limits.longest - num_prompt_ids}, or leave max_tokens unset",
@@ -112,26 +148,12 @@ def _check_served(call: GenerateCall) -> None:
         raise NotServed(
             f"this router does not know the field {name}", hint="the client's contract is newer", field=name
         )
-    if call.n == 0:
-        _refuse("n", "n must be >= 1", "leave it unset for one answer")
     unserved: tuple[tuple[str, bool, str], ...] = (
-        ("n", call.n not in (None, 1), "only n = 1 is served; send the request several times"),
         ("priority", call.priority not in (None, 0), "leave it unset"),
         ("objectives", call.has_objectives, "leave it unset"),
         ("cache_salt", call.cache_salt is not None, "leave it unset"),
-        ("top_logprobs", call.top_logprobs not in (None, 0), "only the chosen token's log-probability is served"),
-        ("prompt_logprobs", bool(call.prompt_logprobs), "leave it unset"),
         ("chat.tools", isinstance(call.input, ChatInput) and bool(call.input.tools), "leave it empty"),
         ("structured_output", call.structured_output is not None, "leave it unset"),
-        ("sampling.logit_bias", bool(call.logit_bias), "leave it empty"),
-        ("sampling.allowed_token_ids", bool(call.allowed_token_ids), "leave it empty"),
-        ("sampling.banned_token_ids", bool(call.banned_token_ids), "leave it empty"),
-        ("sampling.banned_words", bool(call.banned_words), "leave it empty"),
-        ("sampling.repetition_penalty", call.repetition_penalty not in (None, 1.0), "only 1 is served"),
-        ("sampling.presence_penalty", call.presence_penalty not in (None, 0.0), "only 0 is served"),
-        ("sampling.frequency_penalty", call.frequency_penalty not in (None, 0.0), "only 0 is served"),
-        ("stop.min_tokens", call.min_tokens not in (None, 0), "only 0 is served"),
-        ("stop.include_stop", bool(call.include_stop), "leave it unset"),
     )
     for name, is_used, hint in unserved:
         if is_used:
@@ -141,75 +163,66 @@ def _check_served(call: GenerateCall) -> None:
 def _check_label(label: str) -> None:
     fault = label_fault(label)
     if fault is not None:
-        _refuse("request_id", *fault)
+        refuse("request_id", *fault)
 
 
 def _checked_input(given: PromptInput | None, model: ServedModel) -> PromptInput:
     match given:
         case None:
-            _refuse("input", "the request has no input", "set text, token_ids or chat")
+            refuse("input", "the request has no input", "set text, token_ids or chat")
         case TextInput(text):
             if not text:
-                _refuse("text", "the prompt is empty", "give at least one character")
+                refuse("text", "the prompt is empty", "give at least one character")
         case TokenInput(ids):
             if not ids:
-                _refuse("token_ids.ids", "the prompt is empty", "give at least one token id")
-            _check_ids(ids, model, "token_ids.ids")
+                refuse("token_ids.ids", "the prompt is empty", "give at least one token id")
+            check_ids("token_ids.ids", ids, model.vocab_size)
         case ChatInput(turns):
             if not model.has_chat_template:
-                _refuse("chat", f"model {model.name} has no chat template", "send text or token_ids")
+                refuse("chat", f"model {model.name} has no chat template", "send text or token_ids")
             if not turns:
-                _refuse("chat.messages", "the conversation is empty", "give at least one message")
+                refuse("chat.messages", "the conversation is empty", "give at least one message")
             for index, turn in enumerate(turns):
                 if not turn.role:
-                    _refuse(f"chat.messages[{index}].role", "the role is empty", "for example: user")
+                    refuse(f"chat.messages[{index}].role", "the role is empty", "for example: user")
     return given
 
 
-def _checked_sampling(call: GenerateCall) -> Sampling:
-    """Return the resolved parameters. NaN and infinities lie in no range, so the ranges refuse them too."""
-    temperature = 0.0 if call.temperature is None else call.temperature
-    if not 0.0 <= temperature <= MAX_TEMPERATURE:
-        _refuse("sampling.temperature", f"temperature is {temperature:g}", "0 (greedy) to 100")
-    top_p = 1.0 if call.top_p is None else call.top_p
-    if not 0.0 < top_p <= 1.0:
-        _refuse("sampling.top_p", f"top_p is {top_p:g}", "above 0, at most 1")
-    min_p = 0.0 if call.min_p is None else call.min_p
-    if not 0.0 <= min_p < 1.0:
-        _refuse("sampling.min_p", f"min_p is {min_p:g}", "at least 0, below 1")
-    seed = secrets.randbits(DRAWN_SEED_BITS) if call.seed is None else call.seed
-    return Sampling(temperature, call.top_k or 0, top_p, min_p, seed)
+def _checked_n(n: int | None) -> int:
+    if n is not None and not 1 <= n <= MAX_N:
+        refuse("n", f"n is {n}", f"1 to {MAX_N}; leave it unset for one answer")
+    return n or 1
+
+
+def _checked_top_logprobs(top_logprobs: int | None) -> int:
+    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        refuse("top_logprobs", f"top_logprobs is {top_logprobs}", f"0 to {MAX_TOP_LOGPROBS}")
+    return top_logprobs or 0
+
+
+def _checked_min_tokens(min_tokens: int | None, max_tokens: int | None) -> int:
+    if min_tokens and max_tokens is not None and min_tokens > max_tokens:
+        refuse("stop.min_tokens", f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}", "at most max_tokens")
+    return min_tokens or 0
 
 
 def _checked_max_tokens(max_tokens: int | None) -> int | None:
     if max_tokens == 0:
-        _refuse("stop.max_tokens", "max_tokens is 0", "at least 1, or unset for as many as fit")
+        refuse("stop.max_tokens", "max_tokens is 0", "at least 1, or unset for as many as fit")
     return max_tokens
 
 
 def _checked_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        _refuse("stop.stop", f"{len(stops)} stop texts", f"at most {MAX_STOPS}")
+        refuse("stop.stop", f"{len(stops)} stop texts", f"at most {MAX_STOPS}")
     for index, stop in enumerate(stops):
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            _refuse(f"stop.stop[{index}]", f"the stop text has {len(stop)} characters", f"1 to {MAX_STOP_CHARS}")
+            refuse(f"stop.stop[{index}]", f"the stop text has {len(stop)} characters", f"1 to {MAX_STOP_CHARS}")
     return stops
 
 
 def _checked_stop_ids(ids: tuple[int, ...], model: ServedModel) -> frozenset[int]:
     if len(ids) > MAX_STOP_IDS:
-        _refuse("stop.stop_token_ids", f"{len(ids)} stop token ids", f"at most {MAX_STOP_IDS}")
-    _check_ids(ids, model, "stop.stop_token_ids")
+        refuse("stop.stop_token_ids", f"{len(ids)} stop token ids", f"at most {MAX_STOP_IDS}")
+    check_ids("stop.stop_token_ids", ids, model.vocab_size)
     return frozenset(ids)
-
-
-def _check_ids(ids: tuple[int, ...], model: ServedModel, field: str) -> None:
-    highest = max(ids, default=0)
-    if highest >= model.vocab_size or min(ids, default=0) < 0:
-        index = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < model.vocab_size)
-        _refuse(field, f"id {ids[index]} at index {index} is not in the vocabulary", f"0 to {model.vocab_size - 1}")
-
-
-def _refuse(field: str, message: str, hint: str) -> NoReturn:
-    error: PdserveError = InvalidRequest(message, hint=hint, field=field)
-    raise error
