@@ -10,7 +10,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pdserve.core.work import Sampling
-from pdserve.kernels.logits import SampledRow
+from pdserve.kernels.logits import Chosen, RowFailed, SampledRow
 from pdserve.kernels.sampling import keep, sample
 
 FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
@@ -34,7 +34,7 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def sampled(logits: torch.Tensor, rows: list[SampledRow]) -> list[tuple[int, float]]:
     """Return the answers of `sample`, all of them tokens."""
     answers = sample(logits, rows)
-    tokens = [answer for answer in answers if answer is not None]
+    tokens = [(answer.token_id, answer.logprob) for answer in answers if isinstance(answer, Chosen)]
     assert len(tokens) == len(answers)
     return tokens
 
@@ -50,8 +50,9 @@ def test_kept_probabilities_equal_those_of_transformers(
         torch.randint(0, 4, (300,), generator=generator).float(),  # ties everywhere
         torch.full((300,), 2.0),
     ):
-        ids, scores = keep(logits, sampling)
-        ours = torch.zeros(300).index_put((ids,), torch.softmax(scores, dim=-1).float())
+        ids, z = keep(logits.numpy(), sampling)
+        scores = torch.from_numpy(z)
+        ours = torch.zeros(300).index_put((torch.from_numpy(ids),), torch.softmax(scores, dim=-1).float())
         assert ids.tolist() == sorted(ids.tolist())
         # Among equal logits the two sorts of top-p may part the ties elsewhere: the probabilities are what is promised.
         torch.testing.assert_close(ours.sort().values, processed(logits, sampling).sort().values, atol=1e-6, rtol=1e-5)
@@ -126,8 +127,9 @@ def test_broken_logits_fail_their_own_row_only(sampling: Sampling, broken: list[
     neighbour = [0.0, 1.0, float("-inf")]  # an id that can never come is no fault
     rows = [SampledRow(sampling, 0, position) for position in range(3)]
     answers = sample(torch.tensor([neighbour, broken, neighbour]), rows)
-    assert answers[1] is None
-    alone = [sampled(torch.tensor([neighbour]), [row])[0] for row in (rows[0], rows[2])]
+    assert isinstance(answers[1], RowFailed)
+    assert "NaN" in answers[1].reason
+    alone = [sample(torch.tensor([neighbour]), [row])[0] for row in (rows[0], rows[2])]
     assert [answers[0], answers[2]] == alone
 
 

@@ -9,18 +9,19 @@ import torch
 from pdserve.core.errors import ConfigError, InternalError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
-from pdserve.engine.batch import Chosen, ChunkResult, RowFailed, SequenceChunk, StepResult
+from pdserve.core.work import TokenScore
+from pdserve.engine.batch import ChunkResult, SequenceChunk, StepResult
 from pdserve.engine.forward import Forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.loading import LoadedModel, load_model
 from pdserve.engine.probe import check_isolation, discover
 from pdserve.engine.support import kv_fields, served_length
 from pdserve.kernels.backends import choose_backend
-from pdserve.kernels.sampling import sample
+from pdserve.kernels.sampling import log_probabilities, sample
 
 log = logging.getLogger(__name__)
 
-BROKEN_LOGITS = RowFailed("the model's logits hold NaN or infinity")
+SCORED_AT_ONCE = 32
 
 
 class Engine:
@@ -101,29 +102,39 @@ class Engine:
         return self._forward.num_forwards
 
     def step(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> StepResult:
-        """Run all chunks in one forward pass and sample where asked.
+        """Run all chunks in one forward pass; sample and score where asked.
 
         `on_layer(l)` is called, in this thread, when layer l's keys and values of this step lie in the pool and before the
-        next layer runs. A chunk whose logits are broken answers `RowFailed`, the others answer as without it.
+        next layer runs. A row that cannot be sampled answers `RowFailed`, the others answer as without it. Logits take
+        (rows that sample + ids that are scored) x vocabulary x 4 bytes.
         Raises ValueError for a chunk that does not fit its block table, the pool or the model's length.
         """
         if not chunks:
             return StepResult(())
-        rows = [row for chunk in chunks for row in chunk.samples]
         with torch.inference_mode():
-            drawn = sample(self.logits(chunks, on_layer), rows)
-        choices = iter(BROKEN_LOGITS if choice is None else Chosen(*choice) for choice in drawn)
-        return StepResult(tuple(ChunkResult(tuple(next(choices) for _ in chunk.samples)) for chunk in chunks))
+            logits = self._compute(chunks, on_layer)
+            rows = [row for chunk in chunks for row in chunk.samples]
+            choices = iter(sample(logits[_sampled_places(chunks)], rows))
+            results, first = list[ChunkResult](), 0
+            for chunk in chunks:
+                scores = _scores(logits[first : first + len(chunk.scored_ids)], chunk)
+                results.append(ChunkResult(tuple(next(choices) for _ in chunk.samples), scores))
+                first += len(_kept_rows(chunk))
+        return StepResult(tuple(results))
 
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Do as `step`, but return the logits [rows of `samples`, vocabulary] and draw nothing."""
+        """Do as `step`, but return the logits [rows of `samples`, vocabulary]; draw and score nothing."""
+        with torch.inference_mode():
+            return self._compute(chunks, on_layer)[_sampled_places(chunks)]
+
+    def _compute(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> torch.Tensor:
         for chunk in chunks:
             self._check(chunk)
         if self._is_stepping:
             raise InternalError("a step began while another was running")
         self._is_stepping = True
         try:
-            return self._forward.logits(chunks, [len(chunk.samples) for chunk in chunks], on_layer)
+            return self._forward.logits(chunks, [_kept_rows(chunk) for chunk in chunks], on_layer)
         finally:
             self._is_stepping = False
 
@@ -159,6 +170,36 @@ class Engine:
             raise ValueError("a block id lies outside the pool")
         if not all(0 <= token < self.vocab_size for token in chunk.token_ids):
             raise ValueError("a token id lies outside the vocabulary")
+        if len(chunk.scored_ids) > len(chunk.token_ids):
+            raise ValueError(f"{len(chunk.scored_ids)} ids are to be scored after {len(chunk.token_ids)} tokens")
+        if not all(0 <= token < self.vocab_size for token in chunk.scored_ids):
+            raise ValueError("a scored id lies outside the vocabulary")
+
+
+def _kept_rows(chunk: SequenceChunk) -> list[int]:
+    """Return the rows whose logits are needed: those before scored ids, and the last one if it is sampled, once."""
+    scored, last = len(chunk.scored_ids), len(chunk.token_ids) - 1
+    return [*range(scored), last] if chunk.samples and scored <= last else list(range(scored))
+
+
+def _sampled_places(chunks: Sequence[SequenceChunk]) -> list[int]:
+    """Return, per sampled row, which of the kept rows of all chunks it reads."""
+    places, end = list[int](), 0
+    for chunk in chunks:
+        end += len(_kept_rows(chunk))
+        places += [end - 1] * len(chunk.samples)
+    return places
+
+
+def _scores(logits: torch.Tensor, chunk: SequenceChunk) -> tuple[TokenScore, ...]:
+    """Score the ids from the logits [scored ids, vocabulary] before them, some at a time: each slice is copied on the way."""
+    scores: list[TokenScore] = []
+    for start in range(0, len(chunk.scored_ids), SCORED_AT_ONCE):
+        part = slice(start, start + SCORED_AT_ONCE)
+        scores += [
+            TokenScore(*score) for score in log_probabilities(logits[part], chunk.scored_ids[part], chunk.num_top)
+        ]
+    return tuple(scores)
 
 
 def _sizes(threads: int, block_size: int, num_blocks: int) -> list[tuple[str, int]]:

@@ -26,9 +26,14 @@ class Forward:
 
     @torch.inference_mode()
     def logits(
-        self, chunks: Sequence[SequenceChunk], num_samples: Sequence[int], on_layer: Callable[[int], None] | None = None
+        self,
+        chunks: Sequence[SequenceChunk],
+        kept_rows: Sequence[Sequence[int]],
+        on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Run all chunks at once; return logits [sum of `num_samples`, vocabulary], of each chunk's last row that often.
+        """Run all chunks at once; return the logits [kept rows, vocabulary] of those rows that each chunk keeps.
+
+        The model computes no others: row i of a chunk is the one of its i-th token.
 
         `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
         """
@@ -41,7 +46,7 @@ class Forward:
                 input_ids=torch.tensor([token_ids], device=self._device),
                 position_ids=plan.positions[None],
                 use_cache=False,
-                logits_to_keep=self._last_rows(rows, num_samples),
+                logits_to_keep=self._places(rows, kept_rows),
             )
         self.num_forwards += 1
         if frame.num_calls != self._pool.layout.num_layers:
@@ -51,9 +56,9 @@ class Forward:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _last_rows(self, rows: Sequence[ChunkRows], num_samples: Sequence[int]) -> Tensor:
-        last, row = [], -1
-        for chunk, count in zip(rows, num_samples, strict=True):
-            row += chunk.num_rows
-            last += [row] * count
-        return torch.tensor(last, dtype=torch.int64, device=self._device)
+    def _places(self, rows: Sequence[ChunkRows], kept_rows: Sequence[Sequence[int]]) -> Tensor:
+        places, first = list[int](), 0
+        for chunk, kept in zip(rows, kept_rows, strict=True):
+            places += [first + row for row in kept]
+            first += chunk.num_rows
+        return torch.tensor(places, dtype=torch.int64, device=self._device)

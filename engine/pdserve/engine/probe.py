@@ -140,9 +140,11 @@ def check_isolation(
     forward = Forward(module, pool, backend, device)
     neighbour, tokens = _probe_tokens(0, vocab_size), _probe_tokens(1, vocab_size)
     half = NUM_PROBE_TOKENS // 2
-    together = forward.logits([SequenceChunk(neighbour, 0, [0]), SequenceChunk(tokens, 0, [1])], [False, True])
-    forward.logits([SequenceChunk(tokens[:half], 0, [2])], [False])
-    alone = forward.logits([SequenceChunk(tokens[half:], half, [2])], [True])
+    together = forward.logits(
+        [SequenceChunk(neighbour, 0, [0]), SequenceChunk(tokens, 0, [1])], [(), (len(tokens) - 1,)]
+    )
+    forward.logits([SequenceChunk(tokens[:half], 0, [2])], [()])
+    alone = forward.logits([SequenceChunk(tokens[half:], half, [2])], [(len(tokens) - half - 1,)])
     difference = float((together.float() - alone.float()).abs().max())
     allowed = ISOLATION_TOLERANCE[layout.dtype] * float(alone.float().abs().max())
     if not difference <= allowed:  # also true for NaN
