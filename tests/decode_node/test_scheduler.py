@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.work import FinishReason, LegOutcome, SampledToken
-from pdserve.decode_node.scheduler import (
+from pdserve.decode_node.instructions import (
     CancelTransfer,
-    DecodeLimits,
-    DecodeScheduler,
     ExpectTransfer,
     GrantTransfer,
     Instruction,
@@ -19,6 +17,8 @@ from pdserve.decode_node.scheduler import (
     ReportToken,
     StepPlan,
 )
+from pdserve.decode_node.leg import DECODE_LEG_TABLE, LegEvent, LegStage
+from pdserve.decode_node.scheduler import DecodeLimits, DecodeScheduler
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, SequenceEvent, SequenceState
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool
@@ -260,24 +260,26 @@ def test_hold_stops_before_a_token_and_cancel_still_works() -> None:
     assert (target.num_held, target._pool.num_free) == (0, 16)
 
 
-def test_the_table_answers_what_the_world_may_send() -> None:
-    from_the_world = {SequenceEvent.OPEN, SequenceEvent.END}
-    alive = set(SequenceState) - {SequenceState.OVER}
-    open_pairs = {pair for pair in SEQUENCE_TABLE.missing() if pair[1] in from_the_world and pair[0] in alive}
-    assert open_pairs == set()
+def test_the_tables_answer_what_the_world_may_send() -> None:
+    from_the_world = {LegEvent.OPEN, LegEvent.END}
+    alive = set(LegStage) - {LegStage.OVER}
+    assert {pair for pair in DECODE_LEG_TABLE.missing() if pair[1] in from_the_world and pair[0] in alive} == set()
+    ended = [pair for pair in SEQUENCE_TABLE.missing() if pair[1] is SequenceEvent.END]
+    assert ended == [(SequenceState.OVER, SequenceEvent.END)]
 
 
-EVENT = st.tuples(
-    st.integers(0, 4), st.sampled_from(["submit", "open", "receive", "fail", "early", "cancel", "plan", "done"])
-)
+KINDS = ["submit", "open", "receive", "fail", "early", "cancel", "cancel some", "plan", "done"]
+EVENT = st.tuples(st.integers(0, 4), st.sampled_from(KINDS), st.integers(1, 7))
+SIZES = (1, 2, 1, 3, 2)
+"""Sequences of each leg."""
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(EVENT, max_size=70), st.integers(5, 12))
+@given(st.lists(EVENT, max_size=70), st.integers(8, 16))
 def test_any_order_of_events_keeps_the_books(  # long: one world of events, read top-down
-    events: list[tuple[int, str]], blocks: int
+    events: list[tuple[int, str, int]], blocks: int
 ) -> None:
-    """Failure classes 3 and 7: nothing raises, every leg is released once, and while work remains some of it advances."""
+    """Failure classes 3, 7 and 11: nothing raises, every leg is released once, and while work remains some of it advances."""
     target = scheduler(blocks=blocks)
     submitted: set[int] = set()
     granted: set[int] = set()
@@ -305,10 +307,12 @@ def test_any_order_of_events_keeps_the_books(  # long: one world of events, read
         over.add(number)
         take(target.transfer_closed(transfer(number), 1.0))
 
-    for number, event in events:
+    for number, event, some in events:
+        indexes = [index for index in range(SIZES[number]) if some >> index & 1]
         if event == "submit" and number not in submitted:
             submitted.add(number)
-            take(target.submit(work(number, prompt=3 + 3 * number, max_tokens=6), 0.0))
+            leg_of = work(number, prompt=3 + 3 * number, max_tokens=6, sequences=SIZES[number])
+            take(target.submit(leg_of, 0.0))
         elif event == "plan" and running is None:
             running, told = target.plan(1.0)
             take(told)
@@ -316,11 +320,14 @@ def test_any_order_of_events_keeps_the_books(  # long: one world of events, read
             finish_step()
         elif event == "cancel":
             take(target.cancel(leg(number), LegOutcome.CANCELLED, "client", 1.0))
+        elif event == "cancel some":
+            take(target.cancel_sequences(leg(number), frozenset(indexes), "stop", 1.0))
         elif number in submitted - over:
             if event == "open":
                 take(target.opened(transfer(number), 1.0))
             elif event == "receive" and number in granted:
-                take(target.received(transfer(number), (FIRST,), 0.0, 0.0, 1.0))
+                tokens = [replace(FIRST, sequence=index) for index in indexes or [0]]
+                take(target.received(transfer(number), tuple(tokens), 0.0, 0.0, 1.0))
                 close(number)
             elif event == "fail":
                 take(target.transfer_failed(transfer(number), "nack", "", busy=False, now_s=1.0))

@@ -6,6 +6,7 @@ from pdserve.core.work import Sampling, Work
 ROUTER = Incarnation(b"R" * 16)
 PREFILL = Incarnation(b"P" * 16)
 DECODE = Incarnation(b"D" * 16)
+GREEDY = Sampling()
 
 
 def leg(session_id: int, attempt: int = 1) -> LegKey:
@@ -26,6 +27,9 @@ def work(
     deadline_s: float | None = None,
     hands_over: bool = True,
     stop_token_ids: frozenset[int] = frozenset(),
+    sequences: int = 1,
+    first_sequence: int = 0,
+    sampling: Sampling = GREEDY,
 ) -> Work:
     """A leg with `prompt` prompt tokens and `output` accepted output tokens; older with a smaller session id."""
     return Work(
@@ -36,10 +40,12 @@ def work(
         label=f"r{session_id}",
         prompt_ids=tuple(range(10, 10 + prompt)),
         output_ids=tuple(range(100, 100 + output)),
-        sampling=Sampling(),
+        sampling=sampling,
         max_tokens=max_tokens,
         stop_token_ids=stop_token_ids,
         ignore_eos=False,
         arrived_s=float(session_id) if arrived_s is None else arrived_s,
         deadline_s=deadline_s,
+        num_sequences=sequences,
+        first_sequence=first_sequence,
     )

@@ -8,11 +8,8 @@ from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation
 from pdserve.core.settings import DecodeSettings
 from pdserve.core.work import Work
-from pdserve.decode_node.intake import Intake
-from pdserve.decode_node.scheduler import (
+from pdserve.decode_node.instructions import (
     CancelTransfer,
-    DecodeLimits,
-    DecodeScheduler,
     ExpectTransfer,
     GrantTransfer,
     Instruction,
@@ -20,6 +17,9 @@ from pdserve.decode_node.scheduler import (
     ReportToken,
     StepPlan,
 )
+from pdserve.decode_node.intake import Intake
+from pdserve.decode_node.leg import LegStage
+from pdserve.decode_node.scheduler import DecodeLimits, DecodeScheduler
 from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker
 from pdserve.engine.blocks import BlockPool
@@ -32,11 +32,12 @@ from pdserve.node.loading import engine_facts
 from pdserve.node.pb import Peer
 from pdserve.node.reports import ReportEnd, ReportRelease
 
-WAITING_STATES = (SequenceState.EXPECTED, SequenceState.WAITING, SequenceState.RECEIVING, SequenceState.READY)
+WAITING_STAGES = (LegStage.EXPECTED, LegStage.WAITING, LegStage.RECEIVING)
+LIVE_STATES = (SequenceState.READY, SequenceState.RUNNING)
 
 
 class DecodeDesk(EngineDesk[StepPlan, Instruction]):
-    """Implements `node.desk.Desk` for sequences."""
+    """Implements `node.desk.Desk` for received contexts."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
     def load(self) -> Load:
         """Return the present load."""
         return Load(
-            num_waiting=self._scheduler.count(*WAITING_STATES),
+            num_waiting=self._scheduler.count_legs(*WAITING_STAGES) + self._scheduler.count(SequenceState.READY),
             num_running=self._scheduler.count(SequenceState.RUNNING),
             num_waiting_tokens=0,
             num_blocks=self._pool.num_blocks,
@@ -96,9 +97,11 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
     def gauges(self) -> dict[str, float]:
         """Return the role's gauges."""
         own = {
-            **{f"decode.{state.value}": self._scheduler.count(state) for state in SequenceState},
+            **{f"decode.{stage.value}": self._scheduler.count_legs(stage) for stage in LegStage},
+            **{f"decode.{state.value}": self._scheduler.count(state) for state in LIVE_STATES},
             "decode.stalled": self._scheduler.num_stalled,
             "decode.evicted_total": self._scheduler.num_evicted,
+            "decode.copied_total": self._scheduler.num_copied,
         }
         return {name: float(value) for name, value in own.items()} | super().gauges()
 

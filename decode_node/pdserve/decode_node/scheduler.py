@@ -1,7 +1,9 @@
 """Who gets blocks, who runs in the next step, who is evicted, and what each event means. Pure: no clock, tensor or socket.
 
-Blocks are promised by original age; a smaller transfer may overtake a waiting one for at most `overtake_s`. A sequence
-takes blocks as it grows; when none is left, the youngest that holds any is evicted (the router resumes it). The oldest never is.
+Blocks are promised by original age; a smaller transfer may overtake a waiting one for at most `overtake_s`. A sequence takes
+blocks as it grows; when none is left, the youngest leg that holds any is evicted with all of its sequences (the router resumes
+each of them as a leg of its own). The oldest never is. A leg with several sequences is one transfer and one reservation; the
+sequences share the context's full blocks, and each copies the last, partial one before it first writes.
 """
 
 from collections.abc import Sequence as Seq
@@ -12,63 +14,28 @@ from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle
 from pdserve.core.work import LegOutcome, SampledToken, Work
-from pdserve.decode_node.sequence import SEQUENCE_TABLE, Sequence, SequenceEvent, SequenceState
+from pdserve.decode_node.instructions import (
+    BlockCopy,
+    CancelTransfer,
+    ExpectTransfer,
+    GrantTransfer,
+    Instruction,
+    ReportAdopted,
+    ReportToken,
+    StepPlan,
+)
+from pdserve.decode_node.leg import (
+    DECODE_LEG_TABLE,
+    DecodeLeg,
+    LegEvent,
+    LegStage,
+    fault_of_first_tokens,
+    num_blocks_at_most,
+)
+from pdserve.decode_node.sequence import Sequence, SequenceEvent, SequenceState
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
-from pdserve.engine.blocks import BlockLease, BlockPool
-from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectTransfer:
-    """Let the corridor accept this transfer: a router's submit created it."""
-
-    work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class GrantTransfer:
-    """Promise blocks to a transfer: bind them, tell the prefill node, tell the router."""
-
-    leg: LegKey
-    transfer_id: TransferId
-    lease: BlockLease
-    skip_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CancelTransfer:
-    """Give a transfer up, `is_busy` if that is nobody's failure; the corridor answers with its last event."""
-
-    transfer_id: TransferId
-    reason: str
-    is_busy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReportAdopted:
-    """Tell the router that all KV is here, with the first tokens again."""
-
-    leg: LegKey
-    tokens: tuple[SampledToken, ...]
-    durations_s: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportToken:
-    """Tell the router a new token."""
-
-    leg: LegKey
-    token: SampledToken
-
-
-Instruction = ExpectTransfer | GrantTransfer | CancelTransfer | ReportAdopted | ReportToken | LegReport
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: the sequences that get one token each."""
-
-    sequences: tuple[Sequence, ...]
+from pdserve.engine.blocks import BlockPool
+from pdserve.node.reports import ReportEnd, ReportRelease
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +51,39 @@ class DecodeLimits:
 
 
 class DecodeScheduler:
-    """All sequences of a decode node. Every method returns what to do; nothing is done here but the books."""
+    """All legs of a decode node. Every method returns what to do; nothing is done here but the books."""
 
     def __init__(
         self, limits: DecodeLimits, pool: BlockPool, eos_token_ids: frozenset[int], hold: Hold | None = None
     ) -> None:
         self._limits, self._pool, self._eos, self._hold = limits, pool, eos_token_ids, hold
-        self._sequences: dict[LegKey, Sequence] = {}
-        self._by_transfer: dict[TransferId, Sequence] = {}
+        self._legs: dict[LegKey, DecodeLeg] = {}
+        self._by_transfer: dict[TransferId, DecodeLeg] = {}
         self.num_evicted = 0
+        self.num_copied = 0
 
     def submit(self, work: Work, now_s: float) -> list[Instruction]:
-        """Expect a transfer, or refuse a sequence that can never fit."""
+        """Expect a transfer, or refuse a leg that can never fit."""
         fault = self._never_fits(work)
         if work.transfer_id in self._by_transfer:
             return [ReportEnd(work.leg, LegOutcome.REFUSED, "transfer_id_in_use"), ReportRelease(work.leg, {})]
         if fault or work.transfer_id is None:
             reason = "never_fits" if fault else "no_transfer"
             return [ReportEnd(work.leg, LegOutcome.REFUSED, reason, fault), ReportRelease(work.leg, {})]
-        sequence = Sequence(work, now_s, LifeCycle(SEQUENCE_TABLE, str(work.leg), now_s))
-        self._sequences[work.leg] = sequence
-        self._by_transfer[work.transfer_id] = sequence
+        life = LifeCycle(DECODE_LEG_TABLE, str(work.leg), now_s)
+        leg = DecodeLeg(work, life, awaits_constraint=work.sampling.grammar is not None)
+        self._legs[work.leg] = leg
+        self._by_transfer[work.transfer_id] = leg
         if self._limits.reserve_on_submit:
-            self._reserve(sequence)
+            self._reserve(leg)
         return [ExpectTransfer(work)]
 
     def opened(self, transfer_id: TransferId, now_s: float) -> list[Instruction]:
         """The prefill node asks for blocks."""
-        sequence = self._by_transfer.get(transfer_id)
-        if sequence is None:
+        leg = self._by_transfer.get(transfer_id)
+        if leg is None:
             return []
-        sequence.life.advance(SequenceEvent.OPEN, now_s)
+        leg.life.advance(LegEvent.OPEN, now_s)
         return self.grant_waiting(now_s)
 
     def received(
@@ -125,92 +94,117 @@ class DecodeScheduler:
         place_s: float,
         now_s: float,
     ) -> list[Instruction]:
-        """All KV is verified and placed: adopt the sequence."""
-        sequence = self._by_transfer.get(transfer_id)
-        if sequence is None or not sequence.life.advance(SequenceEvent.ADOPT, now_s):
+        """All KV is verified and placed: adopt the leg. `tokens` are the first of each sequence that was not cancelled."""
+        leg = self._by_transfer.get(transfer_id)
+        if leg is None:
             return []
-        assert sequence.lease is not None, "KV was placed into blocks"
-        sequence.lease.adopt()
-        work = sequence.work
-        first = tokens[0]
-        sequence.last_token, sequence.num_cached, sequence.adopted_s = first, work.context_len, now_s
-        sequence.durations_s |= {"decode.reserve_wait": grant_wait_s, "decode.place": place_s}
-        adopted = ReportAdopted(work.leg, tokens, dict(sequence.durations_s))
-        reason = work.finish_reason(first.token_id, first.index, self._eos)
-        if reason is None:
-            return [adopted]
-        # A correct prefill node aborts such a transfer; never run a step past the end, whoever is at fault.
-        return [adopted, *self._end(sequence, LegOutcome.FINISHED, "finished", "", now_s)]
+        fault = fault_of_first_tokens(leg.work, tokens)
+        if fault:
+            return self._end(leg, LegOutcome.FAILED, "bad_first_tokens", fault, now_s)
+        if not leg.life.advance(LegEvent.ADOPT, now_s):
+            return []
+        assert leg.lease is not None, "KV was placed into blocks"
+        leg.lease.adopt()
+        leg.adopted_s = now_s
+        leg.durations_s |= {"decode.reserve_wait": grant_wait_s, "decode.place": place_s}
+        # COMMIT marks those that ended; still never run a step past an end, whoever is at fault.
+        going_on = [token for token in tokens if self._goes_on(leg.work, token)]
+        leg.has_finished = len(going_on) < len(tokens)
+        live = [token for token in going_on if token.sequence not in leg.cancelled]
+        leg.share_out(live, self._limits.block_size, now_s)
+        return [ReportAdopted(leg.work.leg, tokens, dict(leg.durations_s)), *self._end_if_empty(leg, "finished", now_s)]
 
     def finished_early(self, transfer_id: TransferId, now_s: float) -> list[Instruction]:
-        """The sequence ended at its first token; nothing is adopted."""
-        sequence = self._by_transfer.get(transfer_id)
-        if sequence is None:
-            return []
-        return self._end(sequence, LegOutcome.FINISHED, "finished_at_first_token", "", now_s)
+        """Every sequence ended at its first token; nothing is adopted."""
+        leg = self._by_transfer.get(transfer_id)
+        return [] if leg is None else self._end(leg, LegOutcome.FINISHED, "finished_at_first_token", "", now_s)
 
     def transfer_failed(
         self, transfer_id: TransferId, reason: str, detail: str, *, busy: bool, now_s: float
     ) -> list[Instruction]:
         """The corridor gave the transfer up."""
-        sequence = self._by_transfer.get(transfer_id)
-        if sequence is None:
+        leg = self._by_transfer.get(transfer_id)
+        if leg is None:
             return []
-        return self._end(sequence, LegOutcome.BUSY if busy else LegOutcome.FAILED, reason, detail, now_s)
+        return self._end(leg, LegOutcome.BUSY if busy else LegOutcome.FAILED, reason, detail, now_s)
 
     def transfer_closed(self, transfer_id: TransferId, now_s: float) -> list[Instruction]:
         """The corridor will not touch the blocks again. The last event of every expected transfer."""
-        sequence = self._by_transfer.get(transfer_id)
-        if sequence is None:
+        leg = self._by_transfer.get(transfer_id)
+        if leg is None:
             return []
-        sequence.transfer_open = False
-        instructions: list[Instruction] = []
-        if not sequence.is_adopted:
-            instructions = self._end(sequence, LegOutcome.FAILED, "transfer_closed", "closed without KV", now_s)
-        return instructions + self._let_go(sequence, now_s)
+        leg.transfer_open = False
+        if leg.stage is LegStage.ADOPTED:
+            leg.release_lease()
+            return []
+        ended = self._end(leg, LegOutcome.FAILED, "transfer_closed", "closed without KV", now_s)
+        return ended + self._let_go(leg, now_s)
 
     def cancel(self, leg: LegKey, outcome: LegOutcome, reason: str, now_s: float) -> list[Instruction]:
-        """End a sequence at whatever stage it is."""
-        sequence = self._sequences.get(leg)
-        return [] if sequence is None else self._end(sequence, outcome, reason, "", now_s)
+        """End a leg at whatever stage it is."""
+        known = self._legs.get(leg)
+        return [] if known is None else self._end(known, outcome, reason, "", now_s)
 
     def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str, now_s: float) -> list[Instruction]:
-        """End some sequences of a leg."""
-        sequence = self._sequences.get(leg)
-        if sequence is None or not set(sequence.work.sequences) <= sequences:
+        """End some sequences of a leg. When none is left the leg ends: it did its part if one of them ended by itself."""
+        known = self._legs.get(leg)
+        if known is None:
             return []
-        return self._end(sequence, LegOutcome.CANCELLED, reason, "", now_s)
+        known.cancelled |= sequences & set(known.work.sequences)
+        for sequence in known.live_sequences:
+            if sequence.index in known.cancelled:
+                sequence.end(now_s)
+        known.forget_over()
+        if known.stage is LegStage.ADOPTED:
+            return self._end_if_empty(known, reason, now_s)
+        if known.num_growing == 0:
+            return self._end(known, LegOutcome.CANCELLED, reason, "", now_s)
+        return []
+
+    def constraint_ready(self, leg: LegKey) -> list[Instruction]:
+        """What constrains the leg's output is compiled: its sequences may run."""
+        known = self._legs.get(leg)
+        if known is not None:
+            known.awaits_constraint = False
+        return []
+
+    def constraint_failed(self, leg: LegKey, reason: str, detail: str, now_s: float) -> list[Instruction]:
+        """What should constrain the leg's output cannot be served."""
+        known = self._legs.get(leg)
+        return [] if known is None else self._end(known, LegOutcome.REFUSED, reason, detail, now_s)
 
     def expire(self, now_s: float) -> list[Instruction]:
-        """End sequences whose client's deadline passed, and look again for blocks for those that wait."""
-        late = [s for s in self._sequences.values() if s.work.deadline_s is not None and now_s > s.work.deadline_s]
-        ended = [step for s in late for step in self._end(s, LegOutcome.CANCELLED, "deadline", "", now_s)]
+        """End legs whose client's deadline passed, and look again for blocks for those that wait."""
+        late = [leg for leg in self._legs.values() if leg.work.deadline_s is not None and now_s > leg.work.deadline_s]
+        ended = [step for leg in late for step in self._end(leg, LegOutcome.CANCELLED, "deadline", "", now_s)]
         return ended + self.grant_waiting(now_s)
 
     def grant_waiting(self, now_s: float) -> list[Instruction]:
         """Promise blocks to those that wait, oldest first."""
         instructions: list[Instruction] = []
-        for sequence in self._in_order(SequenceState.WAITING):
-            if not self._reserve(sequence):
-                if now_s - sequence.life.entered_s > self._limits.overtake_s:
+        for leg in self._in_order():
+            if leg.stage is not LegStage.WAITING:
+                continue
+            if not self._reserve(leg):
+                if now_s - leg.life.entered_s > self._limits.overtake_s:
                     break
                 continue
-            sequence.life.advance(SequenceEvent.GRANT, now_s)
-            assert sequence.lease is not None
-            assert sequence.work.transfer_id is not None
-            instructions.append(GrantTransfer(sequence.work.leg, sequence.work.transfer_id, sequence.lease))
+            leg.life.advance(LegEvent.GRANT, now_s)
+            assert leg.lease is not None
+            assert leg.work.transfer_id is not None
+            instructions.append(GrantTransfer(leg.work.leg, leg.work.transfer_id, leg.lease))
         return instructions
 
     def plan(self, now_s: float) -> tuple[StepPlan | None, list[Instruction]]:
         """Return the next step, or None if nothing can run, and what to do before it."""
         self._admit(now_s)
         instructions: list[Instruction] = []
-        for sequence in self._in_order(SequenceState.RUNNING):
+        for sequence in self._sequences(SequenceState.RUNNING):
             if sequence.state is SequenceState.RUNNING:
                 instructions += self._make_room(sequence, now_s)
         runnable = [
             sequence
-            for sequence in self._in_order(SequenceState.RUNNING)
+            for sequence in self._sequences(SequenceState.RUNNING)
             if not sequence.is_stalled and not self._holds(sequence)
         ]
         instructions += self.grant_waiting(now_s)
@@ -218,109 +212,138 @@ class DecodeScheduler:
             return None, instructions
         for sequence in runnable:
             sequence.in_step = True
-            sequence.durations_s.setdefault("decode.queue", now_s - sequence.adopted_s)
-        return StepPlan(tuple(runnable)), instructions
+            leg = self._legs[sequence.work.leg]
+            leg.durations_s.setdefault("decode.queue", now_s - leg.adopted_s)
+        return StepPlan(tuple(runnable), tuple(self._copies(runnable))), instructions
 
     def step_done(self, plan: StepPlan, results: Seq[ChunkResult], compute_s: float, now_s: float) -> list[Instruction]:
         """Take a step's results: what each sequence of the plan got."""
         instructions: list[Instruction] = []
+        legs = self._legs_of(plan)
+        for leg in legs:
+            leg.durations_s["decode.compute"] = leg.durations_s.get("decode.compute", 0.0) + compute_s
         for sequence, result in zip(plan.sequences, results, strict=True):
+            leg = self._legs[sequence.work.leg]
             sequence.in_step = False
-            durations = sequence.durations_s
-            durations["decode.compute"] = durations.get("decode.compute", 0.0) + compute_s
+            sequence.drop_source()
             if sequence.state is SequenceState.CLOSING:
-                instructions += self._let_go(sequence, now_s)
+                sequence.let_go(now_s)
+                instructions += self._let_go(leg, now_s)
                 continue
             choice = result.choices[0]
             if isinstance(choice, RowFailed):
-                instructions += self._end(sequence, LegOutcome.FAILED, "no_token", choice.reason, now_s)
+                # The request cannot be answered as a whole, so its other sequences need not go on.
+                instructions += self._end(leg, LegOutcome.FAILED, "no_token", choice.reason, now_s)
                 continue
-            instructions += self._take_token(sequence, choice, now_s)
+            instructions += self._take_token(leg, sequence, choice, now_s)
+        for leg in legs:
+            leg.forget_over()
         return instructions
 
     def step_failed(self, plan: StepPlan, detail: str, now_s: float) -> list[Instruction]:
-        """End the sequences of a step that raised."""
-        instructions: list[Instruction] = []
+        """End the legs of a step that raised."""
         for sequence in plan.sequences:
             sequence.in_step = False
-            instructions += self._end(sequence, LegOutcome.FAILED, "engine_error", detail, now_s)
-            instructions += self._let_go(sequence, now_s)
+            if sequence.state is SequenceState.CLOSING:
+                sequence.let_go(now_s)
+        instructions: list[Instruction] = []
+        for leg in self._legs_of(plan):
+            instructions += self._end(leg, LegOutcome.FAILED, "engine_error", detail, now_s)
+            instructions += self._let_go(leg, now_s)
         return instructions
+
+    def count_legs(self, *stages: LegStage) -> int:
+        """Return the number of legs at any of `stages`."""
+        return sum(leg.stage in stages for leg in self._legs.values())
 
     def count(self, *states: SequenceState) -> int:
         """Return the number of sequences in any of `states`."""
-        return sum(sequence.state in states for sequence in self._sequences.values())
+        return len(self._sequences(*states))
 
     @property
     def num_held(self) -> int:
         """Sequences that stand at the test hook."""
-        return sum(sequence.is_held for sequence in self._sequences.values())
+        return sum(sequence.is_held for sequence in self._sequences())
 
     @property
     def num_stalled(self) -> int:
         """Running sequences that wait for a block."""
-        return sum(sequence.is_stalled for sequence in self._sequences.values())
+        return sum(sequence.is_stalled for sequence in self._sequences())
 
     def describe(self, now_s: float) -> list[dict[str, object]]:
-        """Return every sequence's state and age."""
+        """Return every leg's stage and age, and how far its sequences are."""
         return [
             {
-                "leg": str(leg),
-                "state": sequence.state.value,
-                "age_s": round(sequence.life.age_s(now_s), 3),
-                "cached": sequence.num_cached,
+                "leg": str(key),
+                "state": leg.stage.value,
+                "age_s": round(leg.life.age_s(now_s), 3),
+                "sequences": {s.index: f"{s.state.value} {s.num_cached}" for s in leg.sequences},
             }
-            for leg, sequence in self._sequences.items()
+            for key, leg in self._legs.items()
         ]
 
     def check_invariants(self) -> None:
         """Raise InternalError or AssertionError if the books do not agree."""
         self._pool.check_invariants()
-        assert len(self._sequences) == len(self._by_transfer), "a transfer belongs to one sequence"
-        leased = 0
-        for sequence in self._sequences.values():
-            assert sequence.state is not SequenceState.OVER, f"{sequence.work.leg} is over but on the books"
-            assert not sequence.is_adopted or sequence.lease is not None, f"{sequence.work.leg} runs without blocks"
-            leased += 0 if sequence.lease is None else len(sequence.lease.block_ids)
-        assert leased == self._pool.num_blocks - self._pool.num_free, "blocks are leased to nobody"
+        assert len(self._legs) == len(self._by_transfer), "a transfer belongs to one leg"
+        leased: set[int] = set()
+        for leg in self._legs.values():
+            assert leg.stage is not LegStage.OVER, f"{leg.work.leg} is over but on the books"
+            assert leg.stage is not LegStage.ADOPTED or leg.live_sequences, f"{leg.work.leg} has nothing left to do"
+            assert leg.stage is not LegStage.CLOSING or not leg.live_sequences, f"{leg.work.leg} ended, but goes on"
+            assert not leased & leg.block_ids, f"{leg.work.leg} shares blocks with another leg"
+            leased |= leg.block_ids
+        assert len(leased) == self._pool.num_blocks - self._pool.num_free, "blocks are leased to nobody"
 
     def _never_fits(self, work: Work) -> str:
         if work.max_len > self._limits.max_model_len:
             return f"{work.max_len} tokens exceed the model length of {self._limits.max_model_len}"
-        capacity = self._pool.num_blocks * self._limits.block_size
-        return "" if work.max_len <= capacity else f"{work.max_len} tokens exceed the pool of {capacity} tokens"
+        needed = num_blocks_at_most(work, self._limits.block_size)
+        if needed <= self._pool.num_blocks:
+            return ""
+        what = f"{work.num_sequences} sequences of {work.max_len} tokens"
+        return f"{what} take {needed} blocks of {self._limits.block_size} tokens, the pool has {self._pool.num_blocks}"
 
-    def _in_order(self, *states: SequenceState) -> list[Sequence]:
-        chosen = (sequence for sequence in self._sequences.values() if sequence.state in states)
-        return sorted(chosen, key=lambda sequence: sequence.work.arrived_s)
+    def _goes_on(self, work: Work, token: SampledToken) -> bool:
+        reason = token.finish_reason or work.finish_reason(token.token_id, token.index, self._eos)
+        return reason is None
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        if sequence.lease is not None:
+    def _in_order(self) -> list[DecodeLeg]:
+        return sorted(self._legs.values(), key=lambda leg: leg.work.arrived_s)
+
+    def _legs_of(self, plan: StepPlan) -> list[DecodeLeg]:
+        return list({sequence.work.leg: self._legs[sequence.work.leg] for sequence in plan.sequences}.values())
+
+    def _sequences(self, *states: SequenceState) -> list[Sequence]:
+        return [s for leg in self._in_order() for s in leg.sequences if not states or s.state in states]
+
+    def _reserve(self, leg: DecodeLeg) -> bool:
+        if leg.lease is not None:
             return True
-        needed = sequence.num_blocks_to_receive(self._limits.block_size)
-        others = sum(other.lease is not None for other in self._sequences.values())
-        if needed + self._limits.growth_blocks * others > self._pool.num_free:
+        needed = leg.num_blocks_to_receive(self._limits.block_size)
+        growing = sum(other.num_growing for other in self._legs.values() if other.block_ids)
+        if needed + self._limits.growth_blocks * growing > self._pool.num_free:
             return False
-        sequence.lease = self._pool.try_lease(needed, str(sequence.work.leg), reserved=True)
-        return sequence.lease is not None
+        leg.lease = self._pool.try_lease(needed, str(leg.work.leg), reserved=True)
+        return leg.lease is not None
 
     def _admit(self, now_s: float) -> None:
-        room = self._limits.max_batch - self.count(SequenceState.RUNNING)
-        for sequence in self._in_order(SequenceState.READY)[: max(0, room)]:
+        room = max(0, self._limits.max_batch - self.count(SequenceState.RUNNING))
+        ready = [s for s in self._sequences(SequenceState.READY) if not self._legs[s.work.leg].awaits_constraint]
+        for sequence in ready[:room]:
             sequence.life.advance(SequenceEvent.RUN, now_s)
 
     def _make_room(self, sequence: Sequence, now_s: float) -> list[Instruction]:
-        """Give a running sequence the block that its next token needs, at the cost of the youngest if must be."""
-        assert sequence.lease is not None
+        """Give a running sequence the block that its next token needs, at the cost of the youngest leg if must be."""
         needed = num_blocks_for(sequence.num_cached + 1, self._limits.block_size) - len(sequence.lease.block_ids)
         instructions: list[Instruction] = []
-        while needed > self._pool.num_free and not self._blocks_on_their_way() and not sequence.is_stalled:
+        while needed > self._pool.num_free and not self._blocks_on_their_way():
             victim = self._youngest()
             if victim is None:
                 break
             self.num_evicted += 1
             instructions += self._end(victim, LegOutcome.EVICTED, "out_of_blocks", "the youngest gives way", now_s)
-            if victim is sequence:
+            if sequence.state is not SequenceState.RUNNING:
                 return instructions
         sequence.is_stalled = needed > self._pool.num_free
         if not sequence.is_stalled and needed > 0:
@@ -328,47 +351,63 @@ class DecodeScheduler:
         return instructions
 
     def _blocks_on_their_way(self) -> bool:
-        return any(s.state is SequenceState.CLOSING and s.lease is not None for s in self._sequences.values())
+        return any(leg.stage is LegStage.CLOSING and leg.block_ids for leg in self._legs.values())
 
-    def _youngest(self) -> Sequence | None:
-        holders = [s for s in self._sequences.values() if s.lease is not None and s.state is not SequenceState.CLOSING]
-        holders.sort(key=lambda sequence: sequence.work.arrived_s)
+    def _youngest(self) -> DecodeLeg | None:
+        holders = [leg for leg in self._in_order() if leg.stage is not LegStage.CLOSING and leg.block_ids]
         return holders[-1] if len(holders) > 1 else None
 
-    def _take_token(self, sequence: Sequence, choice: Chosen, now_s: float) -> list[Instruction]:
-        index = sequence.next_index
-        reason = sequence.work.finish_reason(choice.token_id, index, self._eos)
-        token = SampledToken(index, choice.token_id, choice.logprob, reason)
+    def _copies(self, runnable: Seq[Sequence]) -> list[BlockCopy]:
+        copies = []
+        for sequence in runnable:
+            if sequence.source is not None:
+                full, rest = divmod(sequence.work.context_len, self._limits.block_size)
+                copies.append(BlockCopy(sequence.source.block_ids[0], sequence.lease.block_ids[full], rest))
+        self.num_copied += len(copies)
+        return copies
+
+    def _take_token(self, leg: DecodeLeg, sequence: Sequence, choice: Chosen, now_s: float) -> list[Instruction]:
+        work, index = sequence.work, sequence.next_index
+        reason = work.finish_reason(choice.token_id, index, self._eos)
+        token = SampledToken(index, choice.token_id, choice.logprob, reason, sequence.index, choice.top)
         sequence.last_token = token
         sequence.num_cached += 1
-        report = ReportToken(sequence.work.leg, token)
-        if token.finish_reason is None:
+        report = ReportToken(work.leg, token)
+        if reason is None:
             return [report]
-        return [report, *self._end(sequence, LegOutcome.FINISHED, "finished", "", now_s)]
+        leg.has_finished = True
+        sequence.end(now_s)
+        return [report, *self._end_if_empty(leg, "finished", now_s)]
 
-    def _end(
-        self, sequence: Sequence, outcome: LegOutcome, reason: str, detail: str, now_s: float
-    ) -> list[Instruction]:
-        if sequence.state is SequenceState.OVER or not sequence.life.advance(SequenceEvent.END, now_s):
+    def _end_if_empty(self, leg: DecodeLeg, reason: str, now_s: float) -> list[Instruction]:
+        """End a leg of which no sequence goes on."""
+        if leg.live_sequences:
             return []
-        sequence.is_held = sequence.is_stalled = False
-        instructions: list[Instruction] = [ReportEnd(sequence.work.leg, outcome, reason, detail)]
-        if sequence.transfer_open and sequence.work.transfer_id is not None:
+        if leg.has_finished:
+            return self._end(leg, LegOutcome.FINISHED, "finished", "", now_s)
+        return self._end(leg, LegOutcome.CANCELLED, reason, "", now_s)
+
+    def _end(self, leg: DecodeLeg, outcome: LegOutcome, reason: str, detail: str, now_s: float) -> list[Instruction]:
+        if leg.stage is LegStage.OVER or not leg.life.advance(LegEvent.END, now_s):
+            return []
+        for sequence in leg.live_sequences:
+            sequence.end(now_s)
+        instructions: list[Instruction] = [ReportEnd(leg.work.leg, outcome, reason, detail)]
+        if leg.transfer_open and leg.work.transfer_id is not None:
             is_busy = outcome in (LegOutcome.EVICTED, LegOutcome.DRAINED)
-            instructions.append(CancelTransfer(sequence.work.transfer_id, reason, is_busy))
-        return instructions + self._let_go(sequence, now_s)
+            instructions.append(CancelTransfer(leg.work.transfer_id, reason, is_busy))
+        return instructions + self._let_go(leg, now_s)
 
-    def _let_go(self, sequence: Sequence, now_s: float) -> list[Instruction]:
-        if sequence.state is not SequenceState.CLOSING or not sequence.is_untouched:
+    def _let_go(self, leg: DecodeLeg, now_s: float) -> list[Instruction]:
+        if leg.stage is not LegStage.CLOSING or not leg.is_untouched:
             return []
-        sequence.life.advance(SequenceEvent.LET_GO, now_s)
-        if sequence.lease is not None:
-            sequence.lease.release()
-        work = sequence.work
-        del self._sequences[work.leg]
+        leg.life.advance(LegEvent.LET_GO, now_s)
+        leg.release_lease()
+        work = leg.work
+        del self._legs[work.leg]
         assert work.transfer_id is not None
         del self._by_transfer[work.transfer_id]
-        return [ReportRelease(work.leg, sequence.durations_s)]
+        return [ReportRelease(work.leg, leg.durations_s)]
 
     def _holds(self, sequence: Sequence) -> bool:
         sequence.is_held = self._hold is not None and self._hold.at(HoldStage.DECODING, sequence.next_index)

@@ -1,9 +1,8 @@
-"""One sequence on a decode node, from submit to release."""
+"""One sequence on a decode node, from its leg's adoption until its last token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from pdserve.core.layout import num_blocks_for
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
 from pdserve.core.work import SampledToken, Work
 from pdserve.engine.blocks import BlockLease
@@ -12,18 +11,12 @@ from pdserve.engine.blocks import BlockLease
 class SequenceState(Enum):
     """Where a sequence stands."""
 
-    EXPECTED = "expected"
-    """Submitted; its prefill node has not asked for blocks."""
-    WAITING = "waiting"
-    """The prefill node asked; no blocks were promised yet."""
-    RECEIVING = "receiving"
-    """Blocks are promised; KV is on its way."""
     READY = "ready"
-    """All KV is verified and placed; no place in the batch yet."""
+    """Its first token is here, and the KV of its context; no place in the batch yet."""
     RUNNING = "running"
     """In the batch."""
     CLOSING = "closing"
-    """Ended; a step or the corridor may still touch its blocks."""
+    """Ended; a step may still touch its blocks."""
     OVER = "over"
     """Nothing is left of it."""
 
@@ -31,9 +24,6 @@ class SequenceState(Enum):
 class SequenceEvent(Enum):
     """What happens to a sequence."""
 
-    OPEN = "open"
-    GRANT = "grant"
-    ADOPT = "adopt"
     RUN = "run"
     END = "end"
     LET_GO = "let go"
@@ -43,47 +33,38 @@ _S, _E = SequenceState, SequenceEvent
 
 SEQUENCE_TABLE = TransitionTable(
     name="decode sequence",
-    initial=_S.EXPECTED,
+    initial=_S.READY,
     terminal=frozenset({_S.OVER}),
     moves={
-        (_S.EXPECTED, _E.OPEN): _S.WAITING,
-        (_S.WAITING, _E.GRANT): _S.RECEIVING,
-        (_S.RECEIVING, _E.ADOPT): _S.READY,
         (_S.READY, _E.RUN): _S.RUNNING,
-        **{(s, _E.END): _S.CLOSING for s in (_S.EXPECTED, _S.WAITING, _S.RECEIVING, _S.READY, _S.RUNNING)},
+        (_S.READY, _E.END): _S.CLOSING,
+        (_S.RUNNING, _E.END): _S.CLOSING,
         (_S.CLOSING, _E.LET_GO): _S.OVER,
     },
-    ignored=frozenset(
-        {
-            *(
-                (s, _E.OPEN) for s in (_S.WAITING, _S.RECEIVING, _S.READY, _S.RUNNING, _S.CLOSING)
-            ),  # told twice, or late
-            (_S.CLOSING, _E.ADOPT),  # the last frame crossed the end
-            (_S.CLOSING, _E.END),  # ended twice: the first cause counts
-        }
-    ),
+    ignored=frozenset({(_S.CLOSING, _E.END)}),  # ended twice: the first cause counts
 )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Live state of one sequence. Owned by the scheduler.
 
-    `last_token` is the newest token, whose KV is not in the pool yet; `num_cached` positions before it are.
+    `lease` starts with the full blocks of the context, shared with the leg's other sequences, then the sequence's own. `source`,
+    until its first step, is the block that holds the rest of the context's KV, if another sequence has that for its own: it is
+    copied before this one writes. `last_token` is the newest token, whose KV is not in the pool yet; `num_cached` positions
+    before it are.
     """
 
     work: Work
-    submitted_s: float
+    index: int
     life: LifeCycle[SequenceState, SequenceEvent]
-    lease: BlockLease | None = None
-    last_token: SampledToken | None = None
-    num_cached: int = 0
-    adopted_s: float = 0.0
+    lease: BlockLease
+    source: BlockLease | None
+    last_token: SampledToken
+    num_cached: int
     in_step: bool = False
-    transfer_open: bool = True
     is_held: bool = False
     is_stalled: bool = False
-    durations_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def state(self) -> SequenceState:
@@ -91,21 +72,30 @@ class Sequence:
         return self.life.state
 
     @property
-    def next_index(self) -> int:
-        """Absolute output index of the next token."""
-        assert self.last_token is not None, "an adopted sequence has its first token"
-        return self.last_token.index + 1
-
-    @property
-    def is_adopted(self) -> bool:
-        """Whether all of its KV is here."""
+    def is_live(self) -> bool:
+        """Whether more tokens are to come."""
         return self.state in (SequenceState.READY, SequenceState.RUNNING)
 
     @property
-    def is_untouched(self) -> bool:
-        """Whether neither a step nor the corridor can touch its blocks any more."""
-        return not self.in_step and not self.transfer_open
+    def next_index(self) -> int:
+        """Absolute output index of the next token."""
+        return self.last_token.index + 1
 
-    def num_blocks_to_receive(self, block_size: int) -> int:
-        """Return the blocks for the context and the first token, so that the first step always has room."""
-        return num_blocks_for(self.work.context_len + 1, block_size)
+    def drop_source(self) -> None:
+        """Let go of the block that was to be copied: it was, or will not be."""
+        if self.source is not None:
+            self.source.release()
+            self.source = None
+
+    def end(self, now_s: float) -> None:
+        """Let no more tokens come; its blocks go at once, or after the step that touches them (`let_go`)."""
+        self.life.advance(SequenceEvent.END, now_s)
+        self.is_held = self.is_stalled = False
+        if not self.in_step and self.state is SequenceState.CLOSING:
+            self.let_go(now_s)
+
+    def let_go(self, now_s: float) -> None:
+        """Give the blocks back: no step touches them any more."""
+        self.life.advance(SequenceEvent.LET_GO, now_s)
+        self.drop_source()
+        self.lease.release()
