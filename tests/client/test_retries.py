@@ -122,27 +122,31 @@ async def test_router_that_is_not_there_is_dialled_again_a_bounded_number_of_tim
     assert len(naps.taken_s) == 2
 
 
+@pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.asyncio
-async def test_cancel_ends_a_pause_between_tries() -> None:
-    async with stub_router() as (router, address):
-        router.refusals.extend([Overloaded("full", retry_after_s=3600.0)] * 2)
-        async with AsyncClient(address, retry=PATIENT) as client:
-            stream = client.generate("hi")
-            waiting = asyncio.create_task(stream.whole())
-            async with asyncio.timeout(DEADLINE_S):
-                await router.asked.wait()
-                stream.cancel()
-                with pytest.raises(Cancelled):
-                    await waiting
-        router.asked.clear()
-        with Client(address, retry=PATIENT) as plain:
-            answer = plain.generate("hi")
-            asking = asyncio.create_task(asyncio.to_thread(answer.whole))
-            async with asyncio.timeout(DEADLINE_S):
-                await router.asked.wait()
-                answer.cancel()
+async def test_cancel_ends_a_pause_between_tries(kind: str) -> None:
+    loop, pausing = asyncio.get_running_loop(), asyncio.Event()
+
+    def chance() -> float:
+        """Asked for just before a pause."""
+        loop.call_soon_threadsafe(pausing.set)
+        return 0.0
+
+    async with stub_router() as (router, address), asyncio.timeout(DEADLINE_S):
+        router.refusals.append(Overloaded("full", retry_after_s=3600.0))
+        with Client(address, retry=PATIENT, chance=chance) as plain:
+            async with AsyncClient(address, retry=PATIENT, chance=chance) as client:
+                if kind == "async":
+                    stream = client.generate("hi")
+                    asking, cancel = asyncio.create_task(stream.whole()), stream.cancel
+                else:
+                    answer = plain.generate("hi")
+                    asking, cancel = asyncio.create_task(asyncio.to_thread(answer.whole)), answer.cancel
+                await pausing.wait()
+                cancel()
                 with pytest.raises(Cancelled):
                     await asking
+        assert len(router.requests) == 1
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])

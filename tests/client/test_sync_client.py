@@ -11,7 +11,7 @@ from typing import TypeVar
 import grpc
 import pytest
 
-from pdserve.client import NO_RETRIES, AsyncClient, Chat, Client, Delta, Options, Summary, Turn
+from pdserve.client import NO_RETRIES, AnswerStream, AsyncClient, Chat, Client, Delta, Options, Summary, Turn
 from pdserve.core.errors import Cancelled, InternalError, InvalidRequest, Overloaded, Unreachable
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
@@ -95,11 +95,11 @@ async def test_errors_are_those_of_the_router() -> None:
 @pytest.mark.parametrize("how", ["with", "close", "let go"])
 @pytest.mark.asyncio
 async def test_leaving_the_answer_cancels_the_call(how: str) -> None:
-    def work(client: Client) -> None:
+    def work(client: Client) -> AnswerStream | None:
         if how == "let go":
             for _ in client.generate("hello"):
                 break
-            return
+            return None
         parts = client.generate("hello")
         assert isinstance(next(parts), Delta)
         if how == "close":
@@ -107,13 +107,15 @@ async def test_leaving_the_answer_cancels_the_call(how: str) -> None:
         else:
             with parts:
                 pass
+        return parts
 
     async with stub_router() as (router, address):
         router.answer, router.hangs = ANSWER[:1], True
         with Client(address) as client:  # open to the end: closing it would cancel by itself
             async with asyncio.timeout(DEADLINE_S):
-                await asyncio.to_thread(work, client)
+                left = await asyncio.to_thread(work, client)
                 await router.cancelled.wait()
+            assert (left is None) is (how == "let go")
 
 
 @pytest.mark.asyncio
@@ -146,6 +148,19 @@ async def test_cancelling_an_asyncio_answer_does_not_look_like_a_cancelled_task(
             await anext(parts)
             parts.cancel()
             with pytest.raises(Cancelled, match="by its own client"):
+                await anext(parts)
+            await router.cancelled.wait()
+
+
+@pytest.mark.asyncio
+async def test_closing_the_client_ends_its_answers_as_cancelled() -> None:
+    async with stub_router() as (router, address):
+        router.answer, router.hangs = ANSWER[:1], True
+        async with asyncio.timeout(DEADLINE_S), AsyncClient(address) as client:
+            parts = client.generate("hello")
+            await anext(parts)
+            await client.close()
+            with pytest.raises(Cancelled):
                 await anext(parts)
             await router.cancelled.wait()
 

@@ -123,11 +123,11 @@ async def parts_of(course: AsyncCourse) -> AsyncGenerator[Part, None]:
         except grpc.aio.AioRpcError as error:
             failed: PdserveError = error_of(course.address, error, has_begun=course.has_begun)
         except asyncio.CancelledError:
-            # gRPC raises it for a call that we cancelled; that must not look as if the task itself were cancelled.
+            # gRPC raises it too for a call that was cancelled, here or by closing the client: the task itself was not.
             task = asyncio.current_task()
-            if not course.cancelled.is_set() or (task is not None and task.cancelling()):
+            if task is None or task.cancelling():
                 raise
-            failed = was_cancelled()
+            raise was_cancelled() from None
         else:
             return
         finally:
