@@ -228,12 +228,12 @@ def test_the_block_to_be_copied_outlives_the_sequence_that_owns_it() -> None:
 
 
 def test_what_can_never_fit_counts_every_sequence() -> None:
-    of_work = {"prompt": 10, "max_tokens": 9, "sequences": 4}  # two full blocks, and three of its own per sequence
-    end, _ = scheduler(blocks=13).submit(work(1, **of_work), 0.0)
+    big = work(1, prompt=10, max_tokens=9, sequences=4)  # two full blocks, and three of its own per sequence
+    end, _ = scheduler(blocks=13).submit(big, 0.0)
     assert isinstance(end, ReportEnd)
     assert (end.outcome, end.reason) == (LegOutcome.REFUSED, "never_fits")
     target = scheduler(blocks=14)
-    adopt(target, 1, **of_work)
+    adopt(target, 1, prompt=10, max_tokens=9, sequences=4)
     steps = [len(done(target, plan(target))) for _ in range(8)]
     assert steps == [4] * 7 + [4 + 2], "alone it gets to its end without a pause"
     assert target.num_evicted == 0

@@ -224,15 +224,16 @@ def test_the_table_answers_what_the_world_may_send() -> None:
     assert open_pairs == set()
 
 
-EVENT = st.tuples(
-    st.integers(0, 4), st.sampled_from(["submit", "grant", "ack", "fail", "close", "cancel", "plan", "done"])
-)
+KINDS = ["submit", "grant", "ack", "fail", "close", "cancel", "cancel some", "plan", "done"]
+EVENT = st.tuples(st.integers(0, 4), st.sampled_from(KINDS), st.integers(1, 7))
+SIZES = (1, 2, 1, 3, 2)
+"""Sequences of each prompt."""
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(EVENT, max_size=60), st.integers(4, 12))
-def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], blocks: int) -> None:
-    """Failure class 3: races are normal. Nothing raises, every leg is released once, every block comes home."""
+def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str, int]], blocks: int) -> None:
+    """Failure classes 3 and 11: races are normal. Nothing raises, every leg is released once, every block comes home."""
     target = scheduler(blocks=blocks, budget=6)
     submitted: set[int] = set()
     opened: set[int] = set()
@@ -249,13 +250,17 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], bloc
     def finish_step() -> None:
         nonlocal running
         if running is not None:
-            take(target.step_done(running, [TOKEN if c.sequences else NOTHING for c in running.chunks], 0.1, 1.0))
+            take(
+                target.step_done(
+                    running, [ChunkResult(TOKEN.choices * len(c.sequences)) for c in running.chunks], 0.1, 1.0
+                )
+            )
         running = None
 
-    for number, event in events:
+    for number, event, some in events:
         if event == "submit" and number not in submitted:
             submitted.add(number)
-            take(target.submit(work(number, prompt=4 + 3 * number), 0.0))
+            take(target.submit(work(number, prompt=4 + 3 * number, sequences=SIZES[number]), 0.0))
         elif event == "plan" and running is None:
             running, before = target.plan(1.0)
             take(before)
@@ -263,6 +268,9 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[int, str]], bloc
             finish_step()
         elif event == "cancel":
             take(target.cancel(leg(number), LegOutcome.CANCELLED, "client", 1.0))
+        elif event == "cancel some":
+            indexes = frozenset(index for index in range(3) if some >> index & 1)
+            take(target.cancel_sequences(leg(number), indexes, "stop", 1.0))
         elif number in opened:
             take(
                 {
