@@ -1,0 +1,391 @@
+"""A world of one prefill and one decode node that can be copied, compared and moved one step at a time, for exhaustive search.
+
+Messages stay values here (the codec has its own tests). Both nodes' pools are modelled by who owns what: a decode node with one
+place for KV that transfers take in turn, so that a freed place is used again at once, and a prefill node whose KV of a transfer
+is poisoned when its last event came. `Broken` names what a protocol must never do; each is raised where it happens.
+"""
+
+import io
+import pickle
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.core.ids import Incarnation, TransferId
+from pdserve.kvtransfer.channel import Route
+from pdserve.kvtransfer.events import (
+    Acked,
+    FinishedEarly,
+    Granted,
+    Opened,
+    PeerDown,
+    PeerUp,
+    ReceiveClosed,
+    Received,
+    ReceiveEvent,
+    ReceiveFailed,
+    SendClosed,
+    SendEvent,
+    SendFailed,
+    TransferSpec,
+)
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send
+from pdserve.kvtransfer.messages import Message
+from pdserve.kvtransfer.receiver_table import ReceiverTable
+from pdserve.kvtransfer.sender_table import SenderTable
+from pdserve.kvtransfer.wire import checksum
+from tests.kvtransfer.model_parts import (
+    FIRST,
+    NUM_TOKENS,
+    RECEIVER,
+    SENDER,
+    SHARED,
+    Broken,
+    ModelSettings,
+    Plan,
+    Run,
+    content,
+    settings_of,
+    spec_of,
+)
+
+
+@dataclass
+class Model:
+    """The state of both nodes and of everything between them. `act` moves it."""
+
+    plans: tuple[Plan, ...]
+    window_bytes: int = 1 << 20
+    now_s: float = 0.0
+    num_routes: int = 0
+    generations: dict[str, int] = field(default_factory=lambda: {SENDER: 0, RECEIVER: 0})
+    alive: set[Route] = field(default_factory=set)
+    untold: set[tuple[str, Route]] = field(default_factory=set)
+    """Losses that a side has not learnt of."""
+    wires: dict[tuple[str, Route], deque[tuple[Message, bytes]]] = field(default_factory=dict)
+    """Messages under way, by who gets them."""
+    runs: dict[tuple[str, int], Run] = field(default_factory=dict)
+    place: tuple[int, dict[int, bytes]] | None = None
+    """The decode node's one place: which transfer owns it, and what lies in it."""
+    up: dict[str, bool] = field(default_factory=lambda: {SENDER: False, RECEIVER: False})
+
+    def __post_init__(self) -> None:
+        self.sender = SenderTable(self.settings(SENDER))
+        self.receiver = ReceiverTable(self.settings(RECEIVER))
+        for side in (SENDER, RECEIVER):
+            for plan in self.plans:
+                self.runs[side, plan.name] = Run()
+        self.meet()
+        while self.wires:
+            self.deliver(*next(iter(self.wires)))
+
+    def settings(self, side: str) -> ModelSettings:
+        """Return the settings of the present run of one side."""
+        return settings_of(side, self.generations[side], self.window_bytes)
+
+    def meet(self) -> None:
+        """The router names both nodes to each other."""
+        self.receiver.set_peers(frozenset({self.settings(SENDER).incarnation}), self.now_s)
+        self.sender.set_peers({self.settings(RECEIVER).incarnation: "there"}, self.now_s)
+        self.execute()
+
+    def spec(self, side: str, plan: Plan) -> TransferSpec:
+        """Return a transfer as the submit to one side tells it."""
+        other = RECEIVER if side == SENDER else SENDER
+        attempt = plan.sent_attempt if side == SENDER else plan.expected_attempt
+        peer = self.settings(other).incarnation
+        return spec_of(plan.transfer_id, attempt, peer)
+
+    # --- what nodes do ---------------------------------------------------------------------------------------------------
+
+    def expect(self, plan: Plan) -> None:
+        """A submit reaches the decode node; also a second time."""
+        run = self.runs[RECEIVER, plan.name]
+        run.times += not run.is_open
+        self.receiver.expect(self.spec(RECEIVER, plan), self.now_s)
+
+    def open(self, plan: Plan) -> None:
+        """The prefill node announces it."""
+        self.runs[SENDER, plan.name].times += 1
+        self.sender.open(self.spec(SENDER, plan), self.now_s)
+
+    def produce(self, plan: Plan) -> None:
+        """Compute one more range, or commit after the last."""
+        run = self.runs[SENDER, plan.name]
+        if run.produced < NUM_TOKENS:
+            token = run.produced
+            self.sender.mark_ready(plan.transfer_id, range(1), range(token, token + 1), self.now_s)
+        else:
+            self.sender.commit(plan.transfer_id, FIRST, {}, self.now_s, self.now_s)
+        run.produced += 1
+
+    def abort(self, plan: Plan, finished: bool) -> None:
+        """The prefill node gives up, or has nothing to hand over."""
+        self.runs[SENDER, plan.name].is_aborted = True
+        self.sender.abort(plan.transfer_id, "stop", finished, self.now_s)
+
+    def grant(self, plan: Plan) -> None:
+        """The decode node gives its one place away."""
+        if self.place is not None:
+            raise Broken("the model granted a place that is taken")
+        self.runs[RECEIVER, plan.name].is_decided = True
+        self.place = (plan.name, {})
+        self.receiver.grant(plan.transfer_id, 0, self.now_s)
+
+    def refuse(self, plan: Plan) -> None:
+        """The decode node has no room."""
+        self.runs[RECEIVER, plan.name].is_decided = True
+        self.receiver.refuse(plan.transfer_id, "BUSY", self.now_s)
+
+    def cancel(self, plan: Plan) -> None:
+        """The decode node has no use for it."""
+        self.runs[RECEIVER, plan.name].is_aborted = True
+        self.receiver.cancel(plan.transfer_id, "cancelled", self.now_s)
+
+    # --- the network -----------------------------------------------------------------------------------------------------
+
+    def deliver(self, to: str, route: Route) -> None:
+        """The oldest message of a way arrives."""
+        message, payload = self.take(to, route)
+        if to == RECEIVER:
+            self.receiver.message(route, message, memoryview(payload), self.now_s)
+        else:
+            self.sender.message(route, message, self.now_s)
+        self.execute()
+
+    def take(self, to: str, route: Route) -> tuple[Message, bytes]:
+        """Remove the oldest message of a way."""
+        wire = self.wires[to, route]
+        first = wire.popleft()
+        if not wire:
+            del self.wires[to, route]
+        return first
+
+    def duplicate(self, to: str, route: Route) -> None:
+        """The oldest message will arrive twice."""
+        wire = self.wires[to, route]
+        wire.appendleft(wire[0])
+
+    def repeat_later(self, to: str, route: Route) -> None:
+        """The oldest message will arrive again after all that is under way."""
+        wire = self.wires[to, route]
+        wire.append(wire[0])
+
+    def swap(self, to: str, route: Route) -> None:
+        """The two oldest messages change places."""
+        wire = self.wires[to, route]
+        first, second = wire.popleft(), wire.popleft()
+        wire.extendleft((first, second))
+
+    def corrupt(self, to: str, route: Route) -> None:
+        """A byte of the oldest message's payload changes; of one without payload, the frame is unreadable."""
+        message, payload = self.take(to, route)
+        if payload:
+            self.wires.setdefault((to, route), deque()).appendleft((message, bytes([payload[0] ^ 1]) + payload[1:]))
+            return
+        table = self.receiver if to == RECEIVER else self.sender
+        table.bad_frame(route, "damaged", self.now_s)
+        self.execute()
+
+    def cut(self, route: Route) -> None:
+        """A connection breaks; each side learns of it when it learns of it."""
+        self.alive.discard(route)
+        self.untold |= {(SENDER, route), (RECEIVER, route)}
+        for to in (SENDER, RECEIVER):
+            self.wires.pop((to, route), None)
+
+    def tell(self, side: str, route: Route) -> None:
+        """A side learns that a connection is gone."""
+        self.untold.discard((side, route))
+        table = self.sender if side == SENDER else self.receiver
+        table.lost(route, "disconnected", self.now_s)
+        self.execute()
+
+    def restart(self, side: str) -> None:
+        """A process dies with all it knew, and another takes its place, whom the router names to the other side."""
+        for route in list(self.alive):
+            self.cut(route)
+        self.untold = {(other, route) for other, route in self.untold if other != side}
+        self.generations[side] += 1
+        self.up[side] = False
+        for plan in self.plans:
+            run = self.runs[side, plan.name]
+            # Its pools are gone with it; what it owed, it owes no more.
+            run.events += ("closed",) * (run.times - run.events.count("closed"))
+            run.is_aborted = True
+        if side == SENDER:
+            self.sender = SenderTable(self.settings(SENDER))
+        else:
+            self.place = None
+            self.receiver = ReceiverTable(self.settings(RECEIVER))
+        self.meet()
+
+    def pass_time(self) -> bool:
+        """Move to the next deadline of either side; False if there is none."""
+        due = [due_s for due_s in (self.sender.next_due_s(), self.receiver.next_due_s()) if due_s is not None]
+        if not due:
+            return False
+        self.now_s = max(self.now_s, min(due))
+        self.sender.expire(self.now_s)
+        self.receiver.expire(self.now_s)
+        self.execute()
+        return True
+
+    # --- the shells ------------------------------------------------------------------------------------------------------
+
+    def pump(self) -> bool:
+        """The prefill node's I/O thread packs and sends one frame; False if it can send none."""
+        plan = self.sender.next_data(True, self.now_s)
+        if plan is None:
+            return False
+        name = plan.transfer.spec.transfer_id[0]
+        run = self.runs[SENDER, name]
+        if not run.is_open:
+            raise Broken(f"transfer {name} was packed from KV that its node had taken back")
+        route = plan.link.route
+        if route is None or len(plan.frame.tokens) != 1:
+            raise Broken("the model's frames hold one token each and go on a connection")
+        payload = content(name, plan.transfer.spec.attempt, plan.frame.tokens.start)
+        self.put(RECEIVER, route, plan.transfer.header(plan.frame, checksum(payload)), payload)
+        self.sender.data_sent(plan, 0.0, self.now_s)
+        self.sender.data_released(plan.link, route)
+        self.execute()
+        return True
+
+    def put(self, to: str, route: Route, message: Message, payload: bytes = b"") -> None:
+        """Hand a message to the network, which loses it if the connection is gone."""
+        if route in self.alive:
+            self.wires.setdefault((to, route), deque()).append((message, payload))
+
+    def execute(self) -> None:
+        """Carry out all instructions of both sides."""
+        while (order := self.sender.take()) is not None:
+            match order:
+                case Dial(peer, _):
+                    self._dial(peer)
+                case HangUp(route):
+                    if route in self.alive:
+                        self.cut(route)
+                    self.untold.discard((SENDER, route))
+                case Send(route, message):
+                    self.put(RECEIVER, route, message)
+                case Emit():
+                    self._sent(order.event)
+        while (reply := self.receiver.take()) is not None:
+            match reply:
+                case Send():
+                    self.put(SENDER, reply.route, reply.message)
+                case Place():
+                    self._placed(reply)
+                case Emit():
+                    self._received(reply.event)
+        self.sender.check_invariants()
+        self.receiver.check_invariants()
+
+    def _dial(self, peer: Incarnation) -> None:
+        self.num_routes += 1
+        route = Route(f"r{self.num_routes}".encode())
+        self.alive.add(route)
+        self.sender.dialled(peer, route)
+        self.sender.connected(route, self.now_s)
+
+    # --- what nodes hear -------------------------------------------------------------------------------------------------
+
+    def _note(self, side: str, transfer_id: TransferId, word: str) -> Run:
+        run = self.runs[side, transfer_id[0]]
+        if not run.is_open:
+            raise Broken(f"{side}: {word} after the last event of transfer {transfer_id[0]}: {run.events}")
+        if side == RECEIVER and "closed" in run.events and word not in ("failed:over", "closed"):
+            raise Broken(f"transfer {transfer_id[0]} began again after its end: {word}")
+        run.events += (word,)
+        return run
+
+    def _sent(self, event: SendEvent) -> None:
+        match event:
+            case PeerUp() | PeerDown():
+                self._peer(SENDER, isinstance(event, PeerUp))
+            case Granted(transfer_id):
+                self._note(SENDER, transfer_id, "granted")
+            case Acked(transfer_id):
+                self._note(SENDER, transfer_id, "acked")
+                other = self.runs[RECEIVER, transfer_id[0]]
+                if "received" not in other.events and self.generations[RECEIVER] == 0:
+                    raise Broken(f"transfer {transfer_id[0]} was acknowledged and never adopted")
+            case SendFailed(transfer_id, reason):
+                self._note(SENDER, transfer_id, f"failed:{reason}")
+                is_adopted = "received" in self.runs[RECEIVER, transfer_id[0]].events
+                if reason == "gone_unknown" and is_adopted:
+                    raise Broken(f"the decode node forgot how transfer {transfer_id[0]} ended")
+            case SendClosed(transfer_id):
+                run = self._note(SENDER, transfer_id, "closed")
+                if not run.is_aborted and len(run.events) < 2:
+                    raise Broken(f"transfer {transfer_id[0]} ended on the sender without a reason")
+
+    def _received(self, event: ReceiveEvent) -> None:
+        match event:
+            case PeerUp() | PeerDown():
+                self._peer(RECEIVER, isinstance(event, PeerUp))
+            case Opened(transfer_id):
+                self._note(RECEIVER, transfer_id, "opened").produced = 1
+            case Received(transfer_id):
+                self._adopted(transfer_id)
+            case ReceiveFailed(transfer_id, reason):
+                self._note(RECEIVER, transfer_id, f"failed:{reason}")
+            case FinishedEarly(transfer_id):
+                self._note(RECEIVER, transfer_id, "finished")
+                if not self.runs[SENDER, transfer_id[0]].is_aborted:
+                    raise Broken(f"transfer {transfer_id[0]} finished early and nobody said so")
+            case ReceiveClosed(transfer_id):
+                self._closed(transfer_id)
+
+    def _adopted(self, transfer_id: TransferId) -> None:
+        name = transfer_id[0]
+        run = self._note(RECEIVER, transfer_id, "received")
+        if run.events.count("received") > 1:
+            raise Broken(f"transfer {name} was adopted twice")
+        if self.place is None or self.place[0] != name:
+            raise Broken(f"transfer {name} was adopted without a place")
+        attempt = next(plan.expected_attempt for plan in self.plans if plan.name == name)
+        wanted = {token: content(name, attempt, token) for token in range(NUM_TOKENS)}
+        if self.place[1] != wanted:
+            raise Broken(f"transfer {name} was adopted with bytes that were not sent: {self.place[1]}")
+        if self.runs[SENDER, name].produced <= NUM_TOKENS:
+            raise Broken(f"transfer {name} was adopted and never committed")
+
+    def _closed(self, transfer_id: TransferId) -> None:
+        run = self._note(RECEIVER, transfer_id, "closed")
+        owns = self.place is not None and self.place[0] == transfer_id[0]
+        if owns:
+            self.place = None
+        # A transfer that was granted gives its place back once, with its last event.
+        if run.is_decided and run.events.count("closed") == 1 and "received" in run.events and not owns:
+            raise Broken(f"transfer {transfer_id[0]} gave back a place that it did not have")
+
+    def _placed(self, place: Place) -> None:
+        name = place.transfer_id[0]
+        if self.place is None or self.place[0] != name:
+            raise Broken(f"bytes of transfer {name} were written into a place of {self.place}")
+        self.place[1][place.tokens.start] = bytes(place.payload)
+        self.receiver.placed(place.transfer_id, 0.0)
+
+    def _peer(self, side: str, is_up: bool) -> None:
+        # The receiver tells the loss of an old link after the new one greets, so only each side's own order counts.
+        if self.up[side] is is_up and self.generations[SENDER] == self.generations[RECEIVER] == 0:
+            raise Broken(f"{side}: peer {'up' if is_up else 'down'} twice")
+        self.up[side] = is_up
+
+    # --- copies ----------------------------------------------------------------------------------------------------------
+
+    def frozen(self) -> bytes:
+        """Return a copy of everything as bytes, for `thaw`."""
+        out = io.BytesIO()
+        pickler = pickle.Pickler(out, protocol=5)
+        pickler.dispatch_table = SHARED
+        pickler.dump(self)
+        return out.getvalue()
+
+
+def thaw(frozen: bytes) -> Model:
+    """Return the model that `frozen` copied."""
+    model = pickle.loads(frozen)
+    assert isinstance(model, Model)
+    return model

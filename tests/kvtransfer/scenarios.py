@@ -1,0 +1,60 @@
+"""What the exhaustive search goes through: in CI, and (`python -m tests.kvtransfer.explore deep`) with larger budgets."""
+
+from tests.kvtransfer.explore import Scenario
+from tests.kvtransfer.model_parts import FRAME_BYTES, Plan
+
+EVERY_FAULT = ("lose", "duplicate", "repeat_later", "swap", "corrupt")
+TWO = (Plan(0), Plan(1))
+
+ONE_CLEAN = Scenario("one transfer, nothing wrong", must_succeed=True)
+FAULTS = Scenario("every pair of faults, an end", faults=EVERY_FAULT, num_faults=2, num_aborts=1)
+REPEATS = Scenario(
+    "a frame that comes again late, a repeated submit",
+    faults=("repeat_later",),
+    num_faults=1,
+    num_repeats=1,
+    num_aborts=1,
+)
+TIMES = Scenario("deadlines that pass, an end", num_times=2, num_aborts=1)
+TIME_AND_LOSS = Scenario("deadlines that pass, a lost message", num_times=2, faults=("lose",), num_faults=1)
+CUTS = Scenario("a connection that breaks, a deadline, an end", num_cuts=1, num_times=1, num_aborts=1)
+RESTARTS = Scenario("either process restarts, a deadline passes", num_restarts=1, num_times=1)
+TWO_ENDS = Scenario("two transfers take one place in turn, an end", plans=TWO, num_aborts=1)
+TWO_FAULTS = Scenario(
+    "two transfers take one place in turn, a frame that comes again late",
+    plans=TWO,
+    faults=("repeat_later",),
+    num_faults=1,
+)
+STALE = Scenario(
+    "the two submits name different attempts",
+    plans=(Plan(0, sent_attempt=1, expected_attempt=2),),
+    faults=EVERY_FAULT,
+    num_faults=1,
+)
+WINDOW = Scenario(
+    "a window of one frame, a lost beat",
+    faults=("lose",),
+    num_faults=1,
+    num_times=1,
+    beats_only=True,
+    must_succeed=True,
+    window_bytes=FRAME_BYTES,
+)
+
+SCENARIOS = [ONE_CLEAN, FAULTS, REPEATS, TIMES, TIME_AND_LOSS, CUTS, RESTARTS, TWO_ENDS, TWO_FAULTS, STALE, WINDOW]
+
+DEEP = [
+    Scenario("three faults", faults=EVERY_FAULT, num_faults=3, num_aborts=1, num_repeats=1),
+    Scenario("three deadlines, an end", num_times=3, num_aborts=1),
+    Scenario("two breaks, two deadlines", num_cuts=2, num_times=2),
+    Scenario("two restarts, a deadline, a fault", num_restarts=2, num_times=1, faults=("lose",), num_faults=1),
+    Scenario(
+        "two transfers, an end, a fault",
+        plans=TWO,
+        num_aborts=1,
+        faults=("repeat_later", "lose"),
+        num_faults=1,
+        depth=20,
+    ),
+]

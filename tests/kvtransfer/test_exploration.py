@@ -1,0 +1,149 @@
+"""Every order of delivery, loss, duplicate, end, deadline, break and restart of a small transfer; mutants that it must catch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pdserve.core.ids import TransferId
+from pdserve.kvtransfer.events import ReceiveClosed
+from pdserve.kvtransfer.instructions import Emit, Send
+from pdserve.kvtransfer.memory import Tombstones
+from pdserve.kvtransfer.messages import Beat, Commit, Data, NackReason, Open
+from pdserve.kvtransfer.receiver import ReceiveTransfer
+from pdserve.kvtransfer.receiver_link import ReceiverLink
+from pdserve.kvtransfer.receiver_table import ReceiverTable
+from pdserve.kvtransfer.sender import SendTransfer
+from tests.kvtransfer import scenarios
+from tests.kvtransfer.explore import Scenario, search
+from tests.kvtransfer.model_parts import Broken
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS, ids=lambda scenario: scenario.name)
+def test_no_order_breaks_a_rule(scenario: Scenario) -> None:
+    """Never raises, each place freed once, every run ends, nothing delivered that was not sent."""
+    found = search(scenario)
+    print(f"{scenario.name}: {found}")  # noqa: T201 - the record of the run
+    assert found.is_whole, "the search was cut short"
+    if scenario is not scenarios.STALE:
+        assert any("received" in outcome for outcome in found.outcomes), "the search never saw a success"
+
+
+def no_tombstone(patch: Patch) -> None:
+    patch.setattr(Tombstones, "add", lambda *_: None)
+
+
+def no_attempt_check(patch: Patch) -> None:
+    mismatch, data, commit = ReceiveTransfer._open_mismatch, ReceiveTransfer._data_fault, ReceiveTransfer._commit_fault
+
+    def any_open(self: ReceiveTransfer, message: Open) -> str:
+        return mismatch(self, replace(message, attempt=self.spec.attempt))
+
+    def any_data(self: ReceiveTransfer, message: Data, payload: memoryview) -> tuple[NackReason, str] | None:
+        return data(self, replace(message, attempt=self.spec.attempt), payload)
+
+    def any_commit(self: ReceiveTransfer, message: Commit) -> tuple[NackReason, str] | None:
+        return commit(self, replace(message, attempt=self.spec.attempt))
+
+    patch.setattr(ReceiveTransfer, "_open_mismatch", any_open)
+    patch.setattr(ReceiveTransfer, "_data_fault", any_data)
+    patch.setattr(ReceiveTransfer, "_commit_fault", any_commit)
+
+
+def double_release(patch: Patch) -> None:
+    end = ReceiveTransfer._end
+
+    def twice(self: ReceiveTransfer, answer: None) -> None:
+        end(self, answer)
+        self._out.append(Emit(ReceiveClosed(self.spec.transfer_id)))
+
+    patch.setattr(ReceiveTransfer, "_end", twice)
+
+
+def lost_window_update(patch: Patch) -> None:
+    def same_window(self: ReceiverLink, parked: tuple[TransferId, ...]) -> None:
+        self._out.append(Send(self.route, Beat(self.window_limit, parked)))
+
+    patch.setattr(ReceiverLink, "_send_beat", same_window)
+
+
+def window_only_once(patch: Patch) -> None:
+    """The window travels only in the beat that a frame causes: one lost beat and the sender waits for ever."""
+    expire = ReceiverLink.expire
+
+    def without_window(self: ReceiverLink, parked: tuple[TransferId, ...], now_s: float) -> str | None:
+        num_said = len(self._out)
+        lost = expire(self, parked, now_s)
+        if len(self._out) > num_said and isinstance(said := self._out[-1], Send) and isinstance(said.message, Beat):
+            self._out[-1] = Send(self.route, replace(said.message, window_limit=0))
+        return lost
+
+    patch.setattr(ReceiverLink, "expire", without_window)
+
+
+def no_checksum(patch: Patch) -> None:
+    fault = ReceiveTransfer._data_fault
+
+    def trusting(self: ReceiveTransfer, message: Data, payload: memoryview) -> tuple[NackReason, str] | None:
+        found = fault(self, message, payload)
+        return None if found is not None and found[0] is NackReason.CHECKSUM else found
+
+    patch.setattr(ReceiveTransfer, "_data_fault", trusting)
+
+
+def a_count_is_no_coverage(patch: Patch) -> None:
+    patch.setattr(ReceiveTransfer, "_commit_fault", lambda self, message: None)
+
+
+def no_deadline_after_grant(patch: Patch) -> None:
+    def never(self: ReceiveTransfer, now_s: float) -> None:
+        self.due_s = self._silent_until_s = float("inf")
+
+    patch.setattr(ReceiveTransfer, "_renew", never)
+
+
+def a_lost_link_keeps_its_transfers(patch: Patch) -> None:
+    def only_the_link(self: ReceiverTable, link: ReceiverLink, reason: str, now_s: float) -> None:
+        link.lost(reason, now_s)
+        self._forget(link)
+
+    patch.setattr(ReceiverTable, "_link_lost", only_the_link)
+
+
+def packs_after_the_end(patch: Patch) -> None:
+    patch.setattr(SendTransfer, "is_over", property(lambda self: False))
+    patch.setattr(SendTransfer, "peek", lambda self: self._planner.peek() if self.route else None)
+    close = SendTransfer._close
+
+    def leaky(self: SendTransfer, now_s: float) -> None:
+        self._planner.clear, kept = lambda: None, self._planner.clear  # type: ignore[method-assign]  # the fault
+        close(self, now_s)
+        self._planner.clear = kept  # type: ignore[method-assign]  # put back
+
+    patch.setattr(SendTransfer, "_close", leaky)
+
+
+CORRUPT = Scenario("a damaged frame", faults=("corrupt",), num_faults=1)
+LOST = Scenario("a lost message, an end", faults=("lose",), num_faults=1, num_aborts=1)
+MUTANTS: list[tuple[Callable[[Patch], None], Scenario, str]] = [
+    (no_tombstone, scenarios.REPEATS, "began again after its end"),
+    (no_attempt_check, scenarios.STALE, "bytes that were not sent"),
+    (double_release, scenarios.ONE_CLEAN, "after the last event"),
+    (lost_window_update, scenarios.WINDOW, "did not succeed"),
+    (window_only_once, scenarios.WINDOW, "did not succeed"),
+    (no_checksum, CORRUPT, "bytes that were not sent"),
+    (a_count_is_no_coverage, LOST, "bytes that were not sent|adopted without a place"),
+    (no_deadline_after_grant, LOST, "never ends"),
+    (a_lost_link_keeps_its_transfers, scenarios.CUTS, "without its connection"),
+    (packs_after_the_end, scenarios.TWO_ENDS, "taken back|is kept"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "scenario", "why"), MUTANTS, ids=[mutant.__name__ for mutant, _, _ in MUTANTS])
+def test_a_mutant_is_killed(mutant: Callable[[Patch], None], scenario: Scenario, why: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        with pytest.raises(Broken, match=why):
+            search(scenario)
