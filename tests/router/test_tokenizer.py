@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import InvalidRequest, ModelUnavailable
-from pdserve.router.request import ChatInput, ChatTurn, TextInput, TokenInput
+from pdserve.router.request import ChatTurn, TextInput, TokenInput, ValidChat
 from pdserve.router.tokenizer import load_text_model
 from tests.router.models import CHAT_TEMPLATE, byte_level_tokenizer, write_model_folder
 
-CHAT = ChatInput((ChatTurn("user", "hi"),))
+CHAT = ValidChat((ChatTurn("user", "hi"),))
 
 
 def test_text_tokens_and_chat_become_ids(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_text_tokens_and_chat_become_ids(tmp_path: Path) -> None:
     assert model.encode(TokenInput((1, 2))) == (1, 2)
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert model.encode(CHAT) == tuple(tokenizer.encode(rendered, add_special_tokens=False).ids)
-    closed = ChatInput(CHAT.turns, add_generation_prompt=False)
+    closed = ValidChat(CHAT.turns, opens_turn=False)
     assert tokenizer.decode(list(model.encode(closed)), skip_special_tokens=False).endswith("<|im_end|>\n")
 
 
@@ -63,7 +63,7 @@ def test_a_template_sees_the_special_tokens(tmp_path: Path) -> None:
 def test_a_template_that_fails_is_the_requests_error(tmp_path: Path, template: str) -> None:
     model = load_text_model(str(write_model_folder(tmp_path / "tiny", template=template)))
     with pytest.raises(InvalidRequest) as caught:
-        model.encode(ChatInput((ChatTurn("poet", "hi"),)))
+        model.encode(ValidChat((ChatTurn("poet", "hi"),)))
     assert caught.value.field == "chat.messages"
 
 

@@ -59,7 +59,7 @@ def allow(request: inference_pb2.GenerateRequest, allowed: set[int], banned: set
     request.sampling.banned_words.extend(words)
 
 
-TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user")], tools=["{}"])
+TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content="")], tools=["{}"])
 
 BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("input", InvalidRequest, lambda r: r.ClearField("text")),
@@ -68,7 +68,11 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("token_ids.ids", InvalidRequest, lambda r: r.token_ids.ids.append(100)),
     ("token_ids.ids", InvalidRequest, lambda r: r.token_ids.ids.extend([1, 2**32 - 1])),
     ("chat.messages", InvalidRequest, lambda r: r.chat.SetInParent()),
-    ("chat.messages[1].role", InvalidRequest, lambda r: (r.chat.messages.add(role="user"), r.chat.messages.add())),
+    (
+        "chat.messages[1].role",
+        InvalidRequest,
+        lambda r: (r.chat.messages.add(role="user", content=""), r.chat.messages.add()),
+    ),
     ("request_id", InvalidRequest, lambda r: setattr(r, "request_id", "x" * 129)),
     ("request_id", InvalidRequest, lambda r: setattr(r, "request_id", "two\nlines")),
     ("model", UnknownModel, lambda r: setattr(r, "model", "other")),
@@ -92,7 +96,7 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("priority", NotServed, lambda r: setattr(r, "priority", -1)),
     ("objectives", NotServed, lambda r: r.objectives.SetInParent()),
     ("cache_salt", NotServed, lambda r: setattr(r, "cache_salt", "")),
-    ("chat.tools", NotServed, lambda r: r.chat.MergeFrom(TOOLS)),
+    ("chat.tools[0]", InvalidRequest, lambda r: r.chat.MergeFrom(TOOLS)),
     ("n", InvalidRequest, lambda r: setattr(r, "n", 65)),
     ("top_logprobs", InvalidRequest, lambda r: setattr(r, "top_logprobs", 21)),
     *(

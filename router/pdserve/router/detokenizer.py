@@ -1,7 +1,8 @@
 """Token ids to text, one id at a time: the concatenation of what comes out is what decoding all ids at once gives.
 
-Special tokens are skipped. Text comes out only when no later token can change it, so U+FFFD appears only where it is final.
-Two ways, chosen once per model by its decoder (formats of the `tokenizers` library's tokenizer.json):
+Special tokens are skipped, but for those that a sequence is to show: markers of tool calls and of reasoning. Text comes out
+only when no later token can change it, so U+FFFD appears only where it is final. Two ways, chosen once per model by its
+decoder (formats of the `tokenizers` library's tokenizer.json):
 
 - byte-level: each token stands for bytes; they run through an incremental UTF-8 decoder;
 - pieces: everything else. New tokens are decoded behind a fixed anchor token, so that rules for the start of a text apply to
@@ -11,6 +12,7 @@ Two ways, chosen once per model by its decoder (formats of the `tokenizers` libr
 import codecs
 import re
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -46,9 +48,18 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self.anchor_id = None if self.is_byte_level else _find_anchor(tokenizer, self.special_ids)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a detokenizer for a new sequence."""
-        return ByteLevelDetokenizer(self) if self.is_byte_level else PieceDetokenizer(self)
+    def detokenizer(self, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """Return a detokenizer for a new sequence, which shows the special tokens `shown_ids`."""
+        return ByteLevelDetokenizer(self, shown_ids) if self.is_byte_level else PieceDetokenizer(self, shown_ids)
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        ids = (self.tokenizer.token_to_id(text) for text in texts)
+        return self.special_ids.intersection(token_id for token_id in ids if token_id is not None)
+
+    def marker_text(self, token_id: int) -> str:
+        """Return the text of a special token."""
+        return self.tokenizer.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a byte-level token stands for; none for special and unknown ids."""
@@ -78,8 +89,8 @@ class Vocabulary:
 class ByteLevelDetokenizer:
     """For vocabularies whose tokens are bytes in disguise."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, shown_ids: frozenset[int] = frozenset()) -> None:
+        self._vocabulary, self._shown_ids = vocabulary, shown_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._lengths: deque[int] = deque()
         self._num_bytes = 0
@@ -91,7 +102,8 @@ class ByteLevelDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next id and return the text that became final."""
-        new = self._vocabulary.token_bytes(token_id)
+        is_marker = token_id in self._shown_ids
+        new = self._vocabulary.marker_text(token_id).encode() if is_marker else self._vocabulary.token_bytes(token_id)
         text = self._utf8.decode(new)
         self._lengths.append(len(new))
         self._num_bytes += len(new)
@@ -109,8 +121,8 @@ class ByteLevelDetokenizer:
 class PieceDetokenizer:
     """For all other vocabularies."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, shown_ids: frozenset[int] = frozenset()) -> None:
+        self._vocabulary, self._shown_ids = vocabulary, shown_ids
         self._tokenizer = vocabulary.tokenizer
         self._is_start = True
         self._pending: list[int] = []
@@ -124,6 +136,8 @@ class PieceDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Take the next id and return the text that became final."""
+        if token_id in self._shown_ids:
+            return self._marker(token_id)
         if self._vocabulary.is_skipped(token_id):
             self._num_skipped += bool(self._pending)
             return ""
@@ -140,6 +154,14 @@ class PieceDetokenizer:
     def finish(self) -> str:
         """Return the text of a byte run that nothing follows any more."""
         return self._take()
+
+    def _marker(self, token_id: int) -> str:
+        """A marker ends a byte run, and what stands behind it is no start of a text."""
+        text = self._take()
+        self._pending.clear()
+        self._num_skipped = 0
+        self._is_start = self._in_bytes = False
+        return text + self._vocabulary.marker_text(token_id)
 
     def _take(self) -> str:
         if not self._pending:

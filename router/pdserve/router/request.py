@@ -1,5 +1,6 @@
 """A client's request before and after validation. Values only; `validation` turns the first form into the second."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -68,7 +69,39 @@ class ChatInput:
     parse_output: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool offered to the model: its name, the JSON Schema of its arguments, and its whole definition, as parsed JSON."""
+
+    name: str
+    parameters: Mapping[str, object]
+    definition: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidChat:
+    """A conversation that was checked. `tools` are those of the request; `shown_tools` those that the model is shown.
+
+    `opens_turn` and `continues_turn` say how the prompt ends; at most one of them is true.
+    """
+
+    turns: tuple[ChatTurn, ...]
+    tools: tuple[Tool, ...] = ()
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
+    opens_turn: bool = True
+    continues_turn: bool = False
+    tool_mode: ToolMode = ToolMode.AUTO
+    tool_name: str = ""
+    parse_output: bool | None = None
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """Tools that the model is shown and may call."""
+        return () if self.tool_mode is ToolMode.NONE else self.tools
+
+
 PromptInput = TextInput | TokenInput | ChatInput
+ValidInput = TextInput | TokenInput | ValidChat
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +182,7 @@ class ValidRequest:
 
     label: str
     model: str
-    input: PromptInput
+    input: ValidInput
     sampling: Sampling
     max_tokens: int | None
     stop: tuple[str, ...] = ()

@@ -10,12 +10,23 @@ from tokenizers import Tokenizer
 
 from pdserve.core.errors import InvalidRequest, ModelUnavailable
 from pdserve.core.models import resolve_model_dir, served_name
+from pdserve.router.chat.door import conversation_chars
+from pdserve.router.chat.formats import NO_FORMATS, AnswerFormats, choose_formats
 from pdserve.router.detokenizer import Detokenizer, Vocabulary
-from pdserve.router.request import ChatInput, PromptInput, TextInput, TokenInput
+from pdserve.router.output import OutputText
+from pdserve.router.request import (
+    TextInput,
+    TokenInput,
+    ValidChat,
+    ValidInput,
+    ValidRequest,
+)
 from pdserve.router.template import ChatTemplate, load_template, read_config
 from pdserve.router.validation import ServedModel
 
 TOKENIZER_FILE = "tokenizer.json"
+MAX_END_TOKENS = 16
+"""Tokens of a prompt's end that show whether its template has opened the model's reasoning."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +39,14 @@ class TextModel:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     template: ChatTemplate | None
+    formats: AnswerFormats = NO_FORMATS
 
     @property
     def served(self) -> ServedModel:
         """What requests are checked against."""
-        return ServedModel(self.name, self.vocab_size, self.template is not None, self.encode_word)
+        return ServedModel(self.name, self.vocab_size, self.template is not None, self.encode_word, self.formats.tools)
 
-    def check_size(self, given: PromptInput, max_tokens: int) -> None:
+    def check_size(self, given: ValidInput, max_tokens: int) -> None:
         """Raise InvalidRequest for text that cannot fit into `max_tokens`, however it is cut into tokens.
 
         Cheap, unlike encoding: a request must not cost seconds before it is refused.
@@ -42,8 +54,8 @@ class TextModel:
         match given:
             case TextInput(text):
                 num_chars, field = len(text), "text"
-            case ChatInput():
-                num_chars, field = sum(len(turn.content or "") for turn in given.turns), "chat"
+            case ValidChat():
+                num_chars, field = conversation_chars(given), "chat"
             case _:
                 return
         most = max_tokens * self.longest_token_chars
@@ -59,8 +71,8 @@ class TextModel:
         """Characters of the vocabulary's longest token."""
         return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
-    def encode(self, given: PromptInput) -> tuple[int, ...]:
-        """Return the prompt's ids. Raises InvalidRequest if the chat template refuses the conversation.
+    def encode(self, given: ValidInput) -> tuple[int, ...]:
+        """Return the prompt's ids. Raises InvalidRequest if the conversation or its template is at fault.
 
         Text gets the special tokens that the tokenizer adds by itself; a rendered conversation carries its own.
         """
@@ -69,9 +81,10 @@ class TextModel:
                 return ids
             case TextInput(text):
                 return tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
-            case ChatInput():
+            case ValidChat():
                 assert self.template is not None, "validation lets chat pass only with a template"
                 text = self.template.render(given)
+                text += self.formats.opening(given, text)
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_word(self, word: str) -> frozenset[tuple[int, ...]]:
@@ -85,13 +98,40 @@ class TextModel:
             ways.add(tuple(inside[len(anchor) :]))
         return frozenset(ways)
 
+    def output(self, request: ValidRequest, prompt_ids: tuple[int, ...]) -> OutputText:
+        """Return the way of one sequence's tokens to what the client is shown."""
+        given = request.input
+        if not isinstance(given, ValidChat):
+            return OutputText(
+                self.detokenizer(), request.stop, include_stop=request.include_stop, min_tokens=request.min_tokens
+            )
+        end = self.tokenizer.decode(list(prompt_ids[-MAX_END_TOKENS:]), skip_special_tokens=False)
+        markers = self.vocabulary.special_ids_of(self.formats.markers)
+        return OutputText(
+            self.vocabulary.detokenizer(markers),
+            request.stop,
+            self.formats.reader(given, end),
+            include_stop=request.include_stop,
+            min_tokens=request.min_tokens,
+        )
+
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one sequence."""
         return self.vocabulary.detokenizer()
 
 
-def load_text_model(model: str) -> TextModel:
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """How conversations are rendered and read: a template instead of the model's, and the formats by name, `auto` or `none`."""
+
+    template: Path | None = None
+    tools: str = "auto"
+    reasoning: str = "auto"
+
+
+def load_text_model(model: str, chat: ChatSettings | None = None) -> TextModel:
     """Return the text side of a model, by alias or folder. Raises ModelUnavailable naming what is missing."""
+    chat = chat or ChatSettings()
     folder = resolve_model_dir(model)
     path = folder / TOKENIZER_FILE
     if not path.is_file():
@@ -106,13 +146,16 @@ def load_text_model(model: str) -> TextModel:
         raise ModelUnavailable(f"{TOKENIZER_FILE} of {model} is damaged: {error}", hint="fetch it again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    template = load_template(folder, chat.template)
+    shown = "" if template is None else f"{template.source}\n{template.tools_source}"
     return TextModel(
         name=served_name(model),
         vocab_size=_vocab_size(folder, tokenizer),
         tokenizer_digest=hashlib.sha256(raw).hexdigest(),
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer, _decoder_type(decoder)),
-        template=load_template(folder),
+        template=template,
+        formats=choose_formats(chat.tools, chat.reasoning, shown, tokenizer.get_vocab(with_added_tokens=True)),
     )
 
 

@@ -3,8 +3,19 @@
 from dataclasses import dataclass
 
 from pdserve.core.errors import NotServed, UnknownModel
+from pdserve.router.chat.door import checked_chat
 from pdserve.router.pool_size import PoolSize
-from pdserve.router.request import ChatInput, GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.request import (
+    ChatInput,
+    GenerateCall,
+    PromptInput,
+    TextInput,
+    TokenInput,
+    ToolMode,
+    ValidChat,
+    ValidInput,
+    ValidRequest,
+)
 from pdserve.router.sampling_rules import WordEncoder, check_ids, check_min_tokens, checked_sampling, refuse
 
 MAX_LABEL_CHARS = 128
@@ -23,6 +34,7 @@ class ServedModel:
     vocab_size: int
     has_chat_template: bool
     encode_word: WordEncoder
+    tool_format: str | None = None
 
 
 def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
@@ -121,14 +133,14 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def input_field(given: PromptInput) -> str:
+def input_field(given: ValidInput) -> str:
     """Return the contract's name of the input field."""
     match given:
         case TextInput():
             return "text"
         case TokenInput():
             return "token_ids.ids"
-        case ChatInput():
+        case ValidChat():
             return "chat.messages"
 
 
@@ -152,7 +164,12 @@ def _check_served(call: GenerateCall) -> None:
         ("priority", call.priority not in (None, 0), "leave it unset"),
         ("objectives", call.has_objectives, "leave it unset"),
         ("cache_salt", call.cache_salt is not None, "leave it unset"),
-        ("chat.tools", isinstance(call.input, ChatInput) and bool(call.input.tools), "leave it empty"),
+        # until the nodes take grammars
+        (
+            "chat.tool_choice",
+            isinstance(call.input, ChatInput) and call.input.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED),
+            "AUTO or NONE",
+        ),
         ("structured_output", call.structured_output is not None, "leave it unset"),
     )
     for name, is_used, hint in unserved:
@@ -166,7 +183,7 @@ def _check_label(label: str) -> None:
         refuse("request_id", *fault)
 
 
-def _checked_input(given: PromptInput | None, model: ServedModel) -> PromptInput:
+def _checked_input(given: PromptInput | None, model: ServedModel) -> ValidInput:
     match given:
         case None:
             refuse("input", "the request has no input", "set text, token_ids or chat")
@@ -177,14 +194,10 @@ def _checked_input(given: PromptInput | None, model: ServedModel) -> PromptInput
             if not ids:
                 refuse("token_ids.ids", "the prompt is empty", "give at least one token id")
             check_ids("token_ids.ids", ids, model.vocab_size)
-        case ChatInput(turns):
+        case ChatInput():
             if not model.has_chat_template:
                 refuse("chat", f"model {model.name} has no chat template", "send text or token_ids")
-            if not turns:
-                refuse("chat.messages", "the conversation is empty", "give at least one message")
-            for index, turn in enumerate(turns):
-                if not turn.role:
-                    refuse(f"chat.messages[{index}].role", "the role is empty", "for example: user")
+            return checked_chat(given, model.tool_format)
     return given
 
 
