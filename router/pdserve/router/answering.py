@@ -11,20 +11,21 @@ from typing import TypeVar
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NoNodes, PdserveError
+from pdserve.core.errors import NoNodes, PdserveError, UnknownModel
 from pdserve.router import journal
 from pdserve.router.admission import Admission
-from pdserve.router.instructions import Answer, Fail
+from pdserve.router.instructions import Answer, Fail, Finish
 from pdserve.router.mailbox import Parcel
 from pdserve.router.membership import Membership
+from pdserve.router.meters import Meters
 from pdserve.router.open_session import OpenSession
-from pdserve.router.output import OutputText
 from pdserve.router.placement import length_limits
-from pdserve.router.request import GenerateCall, PromptInput, TextInput, TokenInput, ValidRequest
+from pdserve.router.request import GenerateCall, TextInput, TokenInput, ValidInput, ValidRequest
 from pdserve.router.sessions import Sessions
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
 from pdserve.router.validation import label_fault, resolve_lengths, validate
+from pdserve.rpc.process_gauges import process_gauges
 
 CLIENT_STALL_S = 60.0
 """Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
@@ -32,6 +33,63 @@ MAX_INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
 
 T = TypeVar("T")
+
+
+class Reply:
+    """One call's open session, as its front reads it."""
+
+    def __init__(self, entry: OpenSession, meters: Meters, clock: Clock, process: ProcessInfo) -> None:
+        self._entry, self._meters, self._clock, self._process = entry, meters, clock, process
+        self._gained_s: dict[int, float] = {}
+        self._finished: list[Finish] = []
+        self.is_over = False
+
+    @property
+    def request(self) -> ValidRequest:
+        """What is answered."""
+        return self._entry.request
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self._entry.session.facts.prompt_ids
+
+    @property
+    def processes(self) -> tuple[ProcessInfo, ...]:
+        """The processes that make the answer: this router, and the nodes of the last attempt."""
+        return (self._process, *self._entry.processes)
+
+    async def take(self) -> Parcel:
+        """Wait for what comes next and return it; a request that does not stream gets all at once.
+
+        Raises the session's error if it ends badly and nothing else is to be shown; else the parcel holds it.
+        """
+        is_whole = not self.request.stream
+        parcel = await self._entry.mailbox.take(whole=is_whole)
+        self._meter(parcel)
+        if isinstance(parcel.end, Fail) and (is_whole or not parcel.gains):
+            raise parcel.end.error
+        return parcel
+
+    def _meter(self, parcel: Parcel) -> None:
+        self._finished += parcel.finished
+        self.is_over = parcel.end is not None
+        match parcel.end:
+            case Answer():
+                self._meters.answered(parcel.end, self._finished)
+            case Fail(error):
+                self._meters.failed(error)
+            case _:
+                pass
+        if not self.request.stream:
+            return
+        now_s = self._clock.now_s()
+        for gain in parcel.gains:
+            before_s = self._gained_s.get(gain.sequence)
+            if gain.shown.tokens:
+                self._gained_s[gain.sequence] = now_s
+                if before_s is not None:
+                    self._meters.gained(now_s - before_s, len(gain.shown.tokens))
 
 
 class Answering:
@@ -51,6 +109,7 @@ class Answering:
         self.admission, self.sessions, self.clock = admission, sessions, clock
         self._threads = threads
         self._num_clients = 0
+        self.meters = Meters(model.name, self.all_gauges)
 
     @contextmanager
     def client(self) -> Iterator[None]:
@@ -64,7 +123,7 @@ class Answering:
     @asynccontextmanager
     async def session(
         self, call: GenerateCall, received_s: float, deadline_s: float | None = None
-    ) -> AsyncIterator[OpenSession]:
+    ) -> AsyncIterator[Reply]:
         """Check, admit and tokenize a request, and hold its session open; whoever leaves early cancels it. Raises PdserveError.
 
         `received_s` and `deadline_s` are on the router's monotonic clock.
@@ -74,31 +133,20 @@ class Answering:
         except PdserveError as error:
             self.refused(call.request_id, error)
             raise
+        reply = Reply(entry, self.meters, self.clock, self.process)
         try:
-            yield entry
+            yield reply
         finally:
+            if not reply.is_over:
+                self.meters.cancelled()
             self.sessions.client_left(entry)
-
-    async def take(self, entry: OpenSession) -> Parcel:
-        """Wait for what comes next and return it; a request that does not stream gets all at once.
-
-        Raises the session's error if it ends badly before anything came; later the parcel holds it.
-        """
-        is_whole = not entry.request.stream
-        parcel = await entry.mailbox.take(whole=is_whole)
-        if isinstance(parcel.end, Fail) and (is_whole or not parcel.gains):
-            raise parcel.end.error
-        return parcel
-
-    def processes(self, entry: OpenSession, parcel: Parcel) -> tuple[ProcessInfo, ...]:
-        """Return the processes that made an answer, once it is complete."""
-        return (self.process, *(entry.processes if isinstance(parcel.end, Answer) else ()))
 
     def refused(self, label: str, error: PdserveError) -> None:
         """Tell of a request that got no session. The label may be anything."""
+        self.meters.refused(error)
         journal.refused(label if label_fault(label) is None else "", error)
 
-    async def encode(self, given: PromptInput) -> tuple[int, ...]:
+    async def encode(self, given: ValidInput) -> tuple[int, ...]:
         """Return the ids of an input that was checked. Long inputs do not hold up the event loop."""
         limits = length_limits(self.membership.loads())
         if limits is not None:
@@ -121,6 +169,19 @@ class Answering:
         limits = length_limits(self.membership.loads())
         return 0 if limits is None else limits.longest
 
+    @property
+    def why_not_ready(self) -> str:
+        """Why requests cannot be served now; "" if they can."""
+        if self.admission.is_draining:
+            return "draining"
+        return "" if self.membership.is_ready else self.membership.why_empty()
+
+    def check_model(self, name: str) -> None:
+        """Raise UnknownModel for a model that is not served here; "" stands for the only one."""
+        served = self.model.name
+        if name not in ("", served):
+            raise UnknownModel(f"model {name!r} is not served here", hint=f"served: {served}", field="model")
+
     def gauges(self) -> dict[str, float]:
         """Return what the fronts hold, and whether they take new work."""
         return {
@@ -131,7 +192,7 @@ class Answering:
 
     def all_gauges(self) -> dict[str, float]:
         """Return the gauges of everything behind the fronts as well."""
-        return self.gauges() | self.sessions.gauges() | self.membership.gauges()
+        return self.gauges() | self.sessions.gauges() | self.membership.gauges() | process_gauges()
 
     async def _open(self, call: GenerateCall, received_s: float, deadline_s: float | None) -> OpenSession:
         request = validate(call, self.model.served)
@@ -147,7 +208,7 @@ class Answering:
             request,
             prompt_ids,
             max_tokens,
-            [OutputText(self.model.detokenizer(), request.stop) for _ in range(request.n)],
+            [self.model.output(request, prompt_ids) for _ in range(request.n)],
             timeline,
             received_s,
             deadline_s,

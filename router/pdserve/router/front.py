@@ -8,13 +8,11 @@ from google.protobuf.message import Message
 
 from pdserve.core.errors import PdserveError, SlowReader
 from pdserve.router import pb, pb_text
-from pdserve.router.answering import CLIENT_STALL_S, Answering
+from pdserve.router.answering import CLIENT_STALL_S, Answering, Reply
 from pdserve.router.instructions import Fail
 from pdserve.router.request import GenerateCall
-from pdserve.router.sessions import OpenSession
 from pdserve.router.text_calls import TextCalls
 from pdserve.rpc.errors import abort_with
-from pdserve.rpc.process_gauges import process_gauges
 from pdserve.v1 import inference_pb2
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -62,8 +60,8 @@ class InferenceFront:
         with answering.client():
             try:
                 call = self._parsed(raw)
-                async with answering.session(call, received_s, deadline_s) as entry:
-                    await self._answer(entry, context)
+                async with answering.session(call, received_s, deadline_s) as reply:
+                    await self._answer(reply, context)
             except PdserveError as error:
                 await abort_with(context, error)
 
@@ -93,9 +91,8 @@ class InferenceFront:
     async def get_cluster_state(self, raw: bytes, context: Context) -> Message:  # noqa: ARG002
         """Show the pools, their load and the open sessions."""
         answering = self._answering
-        gauges = answering.all_gauges() | process_gauges()
         rows = answering.sessions.rows(MAX_SESSION_ROWS)
-        return pb.cluster_response(answering.process, answering.membership.rows(), gauges, rows)
+        return pb.cluster_response(answering.process, answering.membership.rows(), answering.all_gauges(), rows)
 
     def _parsed(self, raw: bytes) -> GenerateCall:
         try:
@@ -104,12 +101,12 @@ class InferenceFront:
             self._answering.refused("", error)
             raise
 
-    async def _answer(self, entry: OpenSession, context: Context) -> None:
+    async def _answer(self, reply: Reply, context: Context) -> None:
         """Write what comes until the answer ends. Raises the session's error if it ends badly."""
         while True:
-            parcel = await self._answering.take(entry)
-            closing = pb.Closing(entry.request, self._answering.processes(entry, parcel))
-            for piece in pb.prompt_pieces(parcel) if entry.request.stream else (parcel,):
+            parcel = await reply.take()
+            closing = pb.Closing(reply.request, reply.processes)
+            for piece in pb.prompt_pieces(parcel) if reply.request.stream else (parcel,):
                 await self._write(context, pb.response(piece, closing))
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error

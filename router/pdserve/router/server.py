@@ -14,6 +14,8 @@ from pdserve.router.admission import Admission
 from pdserve.router.answering import Answering
 from pdserve.router.attach import LinkSettings, NodeLink
 from pdserve.router.front import SERVICE_NAME, InferenceFront
+from pdserve.router.http.app import HttpFront, HttpSettings
+from pdserve.router.http.listener import HttpListener
 from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
@@ -54,6 +56,7 @@ class Router:
         self.sessions = Sessions(
             self.membership, self.admission, LeastLoaded(), limits, clock, settings.max_unread_bytes
         )
+        self.http: HttpListener | None = None
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
         # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
@@ -66,38 +69,60 @@ class Router:
             answering = Answering(
                 self.process, self.model, self.membership, self.admission, self.sessions, self._clock, threads
             )
-            front = InferenceFront(answering, TextCalls(answering), settings.max_message_bytes)
+            texts = TextCalls(answering)
+            front = InferenceFront(answering, texts, settings.max_message_bytes)
             self.server.add(SERVICE_NAME, front.register)
-            await self.server.start()
-            address = self._say_where()
-            announce(settings.ready_fd, {"grpc": address})
+            self.http = self._listener(answering, texts)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(link.run()) for link in self._links()]
-                    running.append(tasks.create_task(self._tell_readiness()))
-                    await stop.wait()
-                    await self._drain(stop_now)
-                    for task in running:
-                        task.cancel()
+                await self.server.start()
+                announce(settings.ready_fd, self._say_where())
+                await self._serve(stop, stop_now)
             finally:
+                if self.http is not None:
+                    self.http.close()
                 await self.server.stop(LAST_GRACE_S)
         logger.info("stopped")
 
-    def _say_where(self) -> str:
-        """Log where this router listens, and what it has to work with. Return the address that others reach it by."""
+    async def _serve(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(link.run()) for link in self._links()]
+            running.append(tasks.create_task(self._tell_readiness()))
+            if self.http is not None:
+                tasks.create_task(self.http.serve())
+            await stop.wait()
+            await self._drain(stop_now)
+            if self.http is not None:
+                self.http.stop()
+            for task in running:
+                task.cancel()
+
+    def _listener(self, answering: Answering, texts: TextCalls) -> HttpListener | None:
+        settings = self._settings
+        if settings.http_port is None:
+            return None
+        keys = tuple(key.get_secret_value() for key in settings.api_key)
+        front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
+        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S)
+
+    def _say_where(self) -> dict[str, str]:
+        """Log where this router listens, and what it has to work with. Return the addresses that others reach it by."""
         settings = self._settings
         bound, address = (f"{host}:{self.server.port}" for host in (settings.host, settings.advertised_host))
         where = bound if bound == address else f"{bound}, advertised as {address}"
         logger.info("listening on %s", where, extra={"incarnation": self.process.incarnation.hex()})
-        for role, addresses in (("prefill", settings.prefill), ("decode", settings.decode)):
-            if not addresses:
+        addresses = {"grpc": address}
+        if self.http is not None:
+            addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
+            logger.info("HTTP on http://%s", addresses["http"])
+        for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
+            if not nodes:
                 logger.warning(
                     "no %s node is given, so no request can be served; set --%s HOST:PORT or PDSERVE_%s",
                     role,
                     role,
                     role.upper(),
                 )
-        return address
+        return addresses
 
     def _links(self) -> list[NodeLink]:
         settings = self._settings
