@@ -144,14 +144,15 @@ def _on_loop(loop: asyncio.AbstractEventLoop, settle: Callable[[Outcome], None])
 
 
 def _choice_grammar(texts: tuple[str, ...]) -> str:
-    """Return a Lark grammar of these texts. A JSON string is a Lark string."""
+    """Return a Lark grammar of these texts. A JSON string is a Lark string; no text in it may look like a directive."""
     field = "structured_output.choice"
     if not 1 <= len(texts) <= MAX_CHOICES:
         _refuse(f"{field}.texts", f"there are {len(texts)} choices", f"1 to {MAX_CHOICES}")
     for index, text in enumerate(texts):
         if not text:
             _refuse(f"{field}.texts[{index}]", "the choice is empty", "give at least one character")
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    quoted = (json.dumps(text, ensure_ascii=False).replace("%", "\\u0025") for text in texts)
+    return "start: CHOICE\nCHOICE: " + " | ".join(quoted)
 
 
 def _check_combination(call: GenerateCall) -> None:
