@@ -30,18 +30,6 @@ CHOICES = (
     *("yes", "no", "yes, but", 'a "quoted" one', "two\nlines", "back\\slash", "é😀日", " leading", "%json", "/x/"),
     "<|im_end|> ",
 )
-    "yes",
-    "no",
-    "yes, but",
-    'a "quoted" one',
-    "two\nlines",
-    "back\\slash",
-    "é😀日",
-    " leading",
-    "%json",
-    "/x/",
-    "<|im_end|> ",
-)
 
 LARK = """
 start: sum
