@@ -2,7 +2,9 @@
 
 A token is shown together with its text. Without stop texts every token is shown at once (only unfinished characters wait);
 with them, a token is held while any of its text could still become part of a stop, and those that belong to a stop are
-dropped: neither shown nor counted. In an answer to a chat the text then runs through a reader, which parts it into content,
+dropped: neither shown nor counted. With `include_stop` the stop is part of the answer, up to its last character, and nothing is
+held: every token up to the one that completed it is shown. Before output index `min_tokens` no stop may end: a character belongs
+to the token that made it final. In an answer to a chat the text then runs through a reader, which parts it into content,
 reasoning and tool calls; it may keep text back after the tokens were shown.
 """
 
@@ -14,7 +16,7 @@ from pdserve.core.work import SampledToken, TopLogprobs
 from pdserve.router.chat.answer import AnswerReader
 from pdserve.router.chat.gains import AnswerGain, ToolCallGain, merged_calls
 from pdserve.router.detokenizer import Detokenizer
-from pdserve.router.stops import StopMatcher
+from pdserve.router.stops import StopMatcher, StopStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,20 @@ class PromptToken:
 class OutputText:
     """Turns a sequence's tokens into shown text and tokens, in order. Without a `reader` all text stays text."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], reader: AnswerReader | None = None) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        reader: AnswerReader | None = None,
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
         self._reader = reader
-        self._stops = StopMatcher(stops)
-        self._shows_at_once = not stops
+        self._stops = StopMatcher(stops, include=include_stop, num_exempt=min_tokens)
+        self._include_stop = include_stop
+        self._shows_at_once = include_stop or not stops
         self._undecided: deque[SampledToken] = deque()
         self._decided: deque[tuple[int, SampledToken]] = deque()
         self._num_decoded_chars = 0
@@ -92,7 +103,12 @@ class OutputText:
         return self._read(shown, is_end=shown.matched_stop is not None)
 
     def finish(self, last: SampledToken | None = None) -> Shown:
-        """Take the end of the sequence; `last` is a token that ended it and whose text is not shown."""
+        """Take the end of the sequence; `last` is a token that ended it. Its text is shown only with `include_stop`."""
+        if last is not None and self._include_stop:
+            shown = self.push(last)
+            if shown.matched_stop is not None:
+                return shown
+            return joined((shown, self.finish()))
         return self._read(self._rest(last), is_end=True)
 
     def _read(self, shown: Shown, *, is_end: bool) -> Shown:
@@ -104,7 +120,7 @@ class OutputText:
         return joined([replace(shown, text=""), *(_shown_of(gain, shown.matched_stop) for gain in gains)])
 
     def _rest(self, last: SampledToken | None) -> Shown:
-        rest = self._take(self._detokenizer.finish(), 0)
+        rest = self._take(self._detokenizer.finish(), 0, is_rest=True)
         if rest.matched_stop is not None:
             return rest
         text = rest.text + self._stops.flush()
@@ -115,13 +131,13 @@ class OutputText:
         self.num_shown_tokens += len(tokens) - len(rest.tokens)
         return Shown(text, tuple(tokens))
 
-    def _take(self, text: str, num_undecided: int) -> Shown:
+    def _take(self, text: str, num_undecided: int, *, is_rest: bool = False) -> Shown:
+        step = self._stops.push(text, is_rest=is_rest)
         if self._shows_at_once:
-            return self._show_all(text)
+            return self._show_all(step)
         self._num_decoded_chars += len(text)
         while len(self._undecided) > num_undecided:
             self._decided.append((self._num_decoded_chars, self._undecided.popleft()))
-        step = self._stops.push(text)
         self._num_shown_chars += len(step.text)
         tokens = []
         while self._decided and self._decided[0][0] <= self._num_shown_chars:
@@ -132,11 +148,11 @@ class OutputText:
             self._undecided.clear()
         return Shown(step.text, tuple(tokens), step.matched)
 
-    def _show_all(self, text: str) -> Shown:
+    def _show_all(self, step: StopStep) -> Shown:
         tokens = tuple(self._undecided)
         self._undecided.clear()
         self.num_shown_tokens += len(tokens)
-        return Shown(text, tokens)
+        return Shown(step.text, tokens, step.matched)
 
 
 def _shown_of(gain: AnswerGain, matched_stop: str | None) -> Shown:
