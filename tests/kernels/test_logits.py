@@ -7,9 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.work import Grammar, GrammarKind, Sampling
+from pdserve.kernels.gumbel_max import keep
 from pdserve.kernels.logits import Chosen, ConstraintFailed, IdCounts, MaskArray, RowFailed, RowState, SampledRow
 from pdserve.kernels.processors import process
-from pdserve.kernels.sampling import keep, sample
+from pdserve.kernels.sampling import sample
 from tests.kernels.generate_order import processors_of_generate
 
 VOCAB = 67

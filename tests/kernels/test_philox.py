@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from pdserve.kernels.philox import gumbel, gumbel_from_uniform, philox_4x32, uniform, uniform_from_bits
+from pdserve.kernels.philox import (
+    BLOCK,
+    LEAST_UNIFORM,
+    MAX_NOISE,
+    first_words,
+    gumbel,
+    gumbel_from_uniform,
+    gumbel_of_rows,
+    philox_4x32,
+    uniform,
+    uniform_from_bits,
+)
 
 # (counter, key, output) of philox4x32 with 10 rounds.
 PUBLISHED = [
@@ -34,6 +45,34 @@ def test_counters_are_broadcast_and_independent() -> None:
     together = philox_4x32(5, ids, one, zero, zero)[0]
     alone = [int(philox_4x32(5, ids[index : index + 1], one, zero, zero)[0][0]) for index in (0, 1, 999)]
     assert [int(together[index]) for index in (0, 1, 999)] == alone
+
+
+@pytest.mark.parametrize("length", [1, 100, BLOCK, BLOCK + 1, 3 * BLOCK - 1])
+def test_many_candidates_get_the_numbers_of_the_plain_rounds(length: int) -> None:
+    key, position, sequence = 0xFEDCBA9876543210, 0xFFFFFFFF, 63
+    ids = np.arange(length) * 7 % 2**32
+    plain = philox_4x32(
+        key,
+        ids.astype(np.uint32),
+        np.array([position], np.uint32),
+        np.array([sequence], np.uint32),
+        np.zeros(1, np.uint32),
+    )[0]
+    assert np.array_equal(first_words(key, ids, position, sequence), plain)
+
+
+def test_rows_at_once_get_the_noise_of_each_alone() -> None:
+    seeds, positions, sequences = [2**64 - 1, 0, 5, 5], [9, 0, 3, 4], [0, 63, 1, 1]
+    token_ids = [np.arange(n) * 11 for n in (300, 1, 2 * BLOCK, 40)]
+    together = gumbel_of_rows(seeds, positions, sequences, token_ids)
+    for index, ids in enumerate(token_ids):
+        assert np.array_equal(together[index], gumbel(seeds[index], ids, positions[index], sequences[index]))
+
+
+def test_no_noise_is_above_the_largest() -> None:
+    largest = float(gumbel_from_uniform(np.zeros(1, np.float32))[0])
+    assert MAX_NOISE - 0.01 < largest < MAX_NOISE
+    assert float(uniform_from_bits(np.array([1], np.uint32))[0]) > LEAST_UNIFORM
 
 
 def test_uniform_folds_the_sign_and_stays_below_one() -> None:

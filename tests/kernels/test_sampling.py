@@ -10,8 +10,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pdserve.core.work import Sampling
+from pdserve.kernels.gumbel_max import keep
 from pdserve.kernels.logits import Chosen, RowFailed, SampledRow
-from pdserve.kernels.sampling import keep, sample
+from pdserve.kernels.sampling import sample
 
 FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
 

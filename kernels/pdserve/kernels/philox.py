@@ -8,10 +8,13 @@ ten times. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
 those published with its library Random123.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 UInt32Array = NDArray[np.uint32]
+Words = int | NDArray[np.uint64]
 
 ROUND_A = np.uint64(0xD2511F53)
 ROUND_B = np.uint64(0xCD9E8D57)
@@ -60,18 +63,20 @@ def uniform_from_bits(bits: UInt32Array) -> NDArray[np.float32]:
     return folded.astype(np.float32) * UNIFORM_SCALE
 
 
-def first_words(key: int, c0: NDArray[np.integer], c1: int, c2: int) -> UInt32Array:
-    """Return the first output word of `philox_4x32` for counters (each of `c0` [n], `c1`, `c2`, 0), [n].
+def first_words(key: Words, c0: NDArray[np.integer], c1: Words, c2: Words) -> UInt32Array:
+    """Return the first output word of `philox_4x32` for counters (`c0`, `c1`, `c2`, 0), [n]; all but `c0` may be one for all.
 
     The same numbers, made for many candidates: in place, in 64-bit lanes, in blocks that stay in the cache.
     """
     words = np.empty(c0.shape[0], np.uint32)
     for start in range(0, c0.shape[0], BLOCK):
-        words[start : start + BLOCK] = _first_words_of_block(key, c0[start : start + BLOCK], c1, c2)
+        part = slice(start, start + BLOCK)
+        key_part, c1_part, c2_part = (each if isinstance(each, int) else each[part] for each in (key, c1, c2))
+        words[part] = _first_words_of_block(key_part, c0[part], c1_part, c2_part)
     return words
 
 
-def _first_words_of_block(key: int, c0: NDArray[np.integer], c1: int, c2: int) -> NDArray[np.uint64]:
+def _first_words_of_block(key: Words, c0: NDArray[np.integer], c1: Words, c2: Words) -> NDArray[np.uint64]:
     a, b, shift, low = ROUND_A, ROUND_B, np.uint64(32), np.uint64(MASK_32)
     w0 = c0.astype(np.uint64)
     w1, w2, w3 = np.full_like(w0, c1 & MASK_32), np.full_like(w0, c2 & MASK_32), np.zeros_like(w0)
@@ -82,10 +87,10 @@ def _first_words_of_block(key: int, c0: NDArray[np.integer], c1: int, c2: int) -
         w2 *= b
         np.right_shift(w2, shift, out=spare_0)
         spare_0 ^= w1
-        spare_0 ^= np.uint64(k0)
+        spare_0 ^= np.asarray(k0, np.uint64)
         np.right_shift(w0, shift, out=spare_2)
         spare_2 ^= w3
-        spare_2 ^= np.uint64(k1)
+        spare_2 ^= np.asarray(k1, np.uint64)
         w2 &= low
         w0 &= low
         w0, w1, w2, w3, spare_0, spare_2 = spare_0, w2, spare_2, w0, w1, w3
@@ -101,6 +106,16 @@ def uniform(seed: int, token_ids: NDArray[np.integer], position: int, sequence: 
 def gumbel(seed: int, token_ids: NDArray[np.integer], position: int, sequence: int) -> NDArray[np.float64]:
     """Return one standard Gumbel number per candidate, from `uniform`."""
     return gumbel_from_uniform(uniform(seed, token_ids, position, sequence))
+
+
+def gumbel_of_rows(
+    seeds: Sequence[int], positions: Sequence[int], sequences: Sequence[int], token_ids: Sequence[NDArray[np.integer]]
+) -> list[NDArray[np.float64]]:
+    """Return `gumbel` of each row's seed, position, sequence and candidates. At once: a few candidates cost as much as many."""
+    lengths = [len(ids) for ids in token_ids]
+    keys, c1, c2 = (np.repeat(np.array(values, np.uint64), lengths) for values in (seeds, positions, sequences))
+    noise = gumbel_from_uniform(uniform_from_bits(first_words(keys, np.concatenate(token_ids), c1, c2)))
+    return np.split(noise, np.cumsum(lengths)[:-1])
 
 
 def gumbel_from_uniform(u: NDArray[np.float32]) -> NDArray[np.float64]:
