@@ -157,6 +157,13 @@ class RouterSettings(ProcessSettings):
     resume_wait_s: Seconds = Field(30.0, description="Longest wait for a node that can take over a request.")
     max_unread_bytes: Positive = Field(1 << 20, description="Text and tokens kept for a client that does not read.")
     max_message_bytes: Positive = Field(4 << 20, description="Largest request.")
+    chat_template: Path | None = Field(None, description="Jinja file of a chat template to use instead of the model's.")
+    tool_format: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="How the model writes tool calls: auto (by its template), none, hermes, llama3 or mistral."
+    )
+    reasoning_format: Literal["auto", "none", "think"] = Field(
+        "auto", description="How the model marks its reasoning: auto (by its template), none or think (<think>)."
+    )
     http_port: int | None = Field(
         8000, ge=0, le=65_535, description="HTTP port; 0 takes a free one, off serves no HTTP."
     )

@@ -21,7 +21,7 @@ from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
 from pdserve.router.sessions import Sessions
 from pdserve.router.text_calls import TextCalls
-from pdserve.router.tokenizer import load_text_model
+from pdserve.router.tokenizer import ChatSettings, load_text_model
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
 
@@ -49,7 +49,8 @@ class Router:
     def __init__(self, settings: RouterSettings, clock: Clock) -> None:
         self._settings, self._clock = settings, clock
         self.process = ProcessInfo(Role.ROUTER, new_incarnation(), product_version(), source_commit())
-        self.model = load_text_model(settings.model)
+        chat = ChatSettings(settings.chat_template, settings.tool_format, settings.reasoning_format)
+        self.model = load_text_model(settings.model, chat)
         self.membership = Membership(settings.prefill, settings.decode, self.model.tokenizer_digest)
         self.admission = Admission(settings.max_sessions, settings.max_queue)
         limits = SessionLimits(settings.max_attempts, settings.queue_wait_s, settings.resume_wait_s)
