@@ -67,6 +67,9 @@ class WatchedChannel:
     def poll(self, timeout_s: float | None) -> list[ChannelEvent]:
         return self._channel.poll(timeout_s)
 
+    def gauges(self) -> dict[str, float]:
+        return self._channel.gauges()
+
     def wake(self) -> None:
         self._channel.wake()
 
@@ -146,7 +149,7 @@ def test_the_first_layer_leaves_before_the_last_one_ran(tmp_path: Path) -> None:
         job = Job(leg, 0.0, LifeCycle(JOB_TABLE, "job", 0.0), BlockPool(16).lease(12, "job"))
         assert job.lease is not None
         bound.bind(leg.transfer_id, job.lease)
-        worker = PrefillWorker(engine, corridor.mark_ready, SystemClock())
+        worker = PrefillWorker(engine, corridor.mark_ready, lambda _: None, SystemClock())
         for start in range(0, NUM_TOKENS, CHUNK):
             stop = min(NUM_TOKENS, start + CHUNK)
             worker.execute(StepPlan((PlannedChunk(job, range(start, stop), (0,) if stop == NUM_TOKENS else ()),)))

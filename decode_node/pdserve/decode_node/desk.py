@@ -24,7 +24,8 @@ from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.node.corridor import link_settings, on_loop, transfer_spec
+from pdserve.node.constraints import grammar_compiler
+from pdserve.node.corridor import corridor_channel, link_settings, on_loop, transfer_spec
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.engine_desk import EngineDesk
 from pdserve.node.legs import Legs
@@ -57,7 +58,9 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             reserve_on_submit=settings.reserve == "on_submit",
         )
         self._scheduler = DecodeScheduler(limits, pool, engine.eos_token_ids, parse_hold(settings.hold_at))
-        super().__init__(engine, pool, self._scheduler, legs, clock, load_changed)
+        super().__init__(
+            engine, pool, self._scheduler, grammar_compiler(settings, engine, clock), legs, clock, load_changed
+        )
         self._corridor = kv.KvReceiveService(
             link_settings(settings, engine, incarnation),
             Intake(engine, self._bound),
@@ -66,10 +69,11 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             port=settings.kv_port,
             advertise=settings.kv_advertise or settings.advertise or "",
             clock=clock,
+            make_channel=corridor_channel(settings, clock),
         )
         self._corridor.start()
         self._facts = engine_facts(engine, self._corridor.endpoint)
-        self._open(self._corridor, DecodeWorker(engine, clock).execute)
+        self._open(self._corridor, DecodeWorker(engine, self._constraints.matcher, clock).execute)
 
     def facts(self) -> EngineFacts:
         """Return what hello says."""
@@ -77,7 +81,9 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
 
     def submit(self, work: Work) -> None:
         """Take a leg."""
-        self._do(self._scheduler.submit(work, self._clock.now_s()))
+        if not self._refuses_ids(work):
+            self._constraints.begin(work)
+            self._do(self._scheduler.submit(work, self._clock.now_s()))
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Take the prefill nodes that may connect."""

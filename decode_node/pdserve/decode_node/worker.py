@@ -8,6 +8,7 @@ from pdserve.decode_node.sequence import Sequence
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
 from pdserve.kernels.logits import RowState, SampledRow
+from pdserve.node.constraints import MatcherOf
 from pdserve.node.row_state import row_state
 from pdserve.node.step_loop import StepRecord
 
@@ -18,8 +19,8 @@ class DecodeWorker:
     A row state is made at a sequence's first step, from token ids alone, and goes with the sequence.
     """
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(self, engine: Engine, matcher_of: MatcherOf, clock: Clock) -> None:
+        self._engine, self._matcher_of, self._clock = engine, matcher_of, clock
         self._states: WeakKeyDictionary[Sequence, RowState] = WeakKeyDictionary()
 
     def execute(self, plan: StepPlan) -> StepRecord:
@@ -48,6 +49,6 @@ class DecodeWorker:
             return None
         state = self._states.get(sequence)
         if state is None:
-            state = self._states[sequence] = row_state(self._engine, work)
+            state = self._states[sequence] = row_state(self._engine, work, self._matcher_of(work))
         state.accept(token_id)
         return state

@@ -7,12 +7,15 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation, LegKey
-from pdserve.core.work import LegOutcome
+from pdserve.core.work import LegOutcome, Work
 from pdserve.engine.batch import ChunkResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
+from pdserve.grammar.compiler import GrammarCompiler
+from pdserve.grammar.outcome import NotCompiled
 from pdserve.kvtransfer import PeerDown, PeerRefused, PeerUp
 from pdserve.node.bound_blocks import BoundBlocks
+from pdserve.node.constraints import Constraints
 from pdserve.node.desk import violations
 from pdserve.node.legs import Legs
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
@@ -43,6 +46,14 @@ class StepScheduler(Protocol[P, I]):
 
     def cancel_sequences(self, leg: LegKey, sequences: frozenset[int], reason: str, now_s: float) -> list[I]:
         """End some sequences of a leg."""
+        ...
+
+    def constraint_ready(self, leg: LegKey) -> list[I]:
+        """What constrains a leg's output is compiled."""
+        ...
+
+    def constraint_failed(self, leg: LegKey, reason: str, detail: str, now_s: float) -> list[I]:
+        """What should constrain a leg's output cannot be served."""
         ...
 
     def expire(self, now_s: float) -> list[I]:
@@ -91,6 +102,7 @@ class EngineDesk(ABC, Generic[P, I]):
         engine: Engine,
         pool: BlockPool,
         scheduler: StepScheduler[P, I],
+        grammars: GrammarCompiler,
         legs: Legs,
         clock: Clock,
         load_changed: Callable[[], None],
@@ -99,6 +111,7 @@ class EngineDesk(ABC, Generic[P, I]):
         self._steps_of = scheduler
         self._load_changed = load_changed
         self._bound = BoundBlocks()
+        self._constraints = Constraints(grammars, self._constraint_ready, self._constraint_failed)
         self._connected: set[Incarnation] = set()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -123,6 +136,7 @@ class EngineDesk(ABC, Generic[P, I]):
 
     def tick(self, now_s: float) -> None:
         """Act on deadlines that passed."""
+        self._constraints.expire(now_s)
         self._do(self._steps_of.expire(now_s))
 
     def step_age_s(self) -> float:
@@ -144,7 +158,9 @@ class EngineDesk(ABC, Generic[P, I]):
             "blocks.cached": self._pool.num_cached,
             "bound_transfers": len(self._bound),
         }
-        return {name: float(value) for name, value in gauges.items()} | self._watched.gauges()
+        return (
+            {name: float(value) for name, value in gauges.items()} | self._watched.gauges() | self._constraints.gauges()
+        )
 
     def describe(self) -> dict[str, object]:
         """Return every machine's state and age."""
@@ -156,7 +172,8 @@ class EngineDesk(ABC, Generic[P, I]):
 
     def check_invariants(self) -> list[str]:
         """Return what is wrong."""
-        return violations((self._steps_of.check_invariants, self._watched.check_invariants))
+        books = (self._steps_of, self._watched, self._constraints)
+        return violations([each.check_invariants for each in books])
 
     async def wait_broken(self) -> str:
         """Return why the corridor broke, once it has."""
@@ -170,17 +187,46 @@ class EngineDesk(ABC, Generic[P, I]):
         """Stop the engine's thread and the corridor."""
         self._steps.close()
         self._watched.stop(timeout_s=2.0)
+        self._constraints.close()
 
     @abstractmethod
     def _execute(self, instruction: I) -> None:
         """Do what the scheduler wants."""
+
+    def _refuses_ids(self, work: Work) -> bool:
+        """Whether the leg names a token id that the model does not have; it is then refused."""
+        sampling, limit = work.sampling, self._engine.vocab_size
+        named = {
+            "prompt_ids": work.prompt_ids,
+            "output_ids": work.output_ids,
+            "sampling.logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "sampling.allowed_token_ids": sampling.allowed_token_ids,
+            "sampling.banned_token_ids": sampling.banned_token_ids,
+            "sampling.banned_sequences": [token_id for ids in sampling.banned_sequences for token_id in ids],
+        }
+        wrong = [name for name, token_ids in named.items() if max(token_ids, default=0) >= limit]
+        if wrong:
+            detail = f"{', '.join(wrong)}: token ids must be below {limit}"
+            self._legs.refuse(work.leg, LegOutcome.REFUSED, "bad_token_id", detail)
+        return bool(wrong)
 
     def _report(self, report: LegReport) -> None:
         match report:
             case ReportEnd():
                 self._legs.end(report.leg, report.outcome, report.reason, report.detail)
             case ReportRelease():
+                self._constraints.end(report.leg)
                 self._legs.release(report.leg, report.durations_s, report.kv_bytes, report.kv_frames)
+
+    def _constraint_ready(self, leg: LegKey) -> None:
+        self._do(self._steps_of.constraint_ready(leg))
+
+    def _constraint_failed(self, leg: LegKey, outcome: LegOutcome, why: NotCompiled) -> None:
+        now_s = self._clock.now_s()
+        if outcome is LegOutcome.REFUSED:
+            self._do(self._steps_of.constraint_failed(leg, why.cause.value, why.reason, now_s))
+        else:
+            self._do(self._steps_of.cancel(leg, outcome, why.cause.value, now_s))
 
     def _break(self, reason: str) -> None:
         """The corridor's thread is gone: let the process end, and be started again."""

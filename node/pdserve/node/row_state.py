@@ -2,11 +2,14 @@
 
 from pdserve.core.work import Work
 from pdserve.engine.engine import Engine
-from pdserve.kernels.logits import RowState
+from pdserve.kernels.logits import Matcher, RowState
 
 
-def row_state(engine: Engine, work: Work) -> RowState:
-    """Return the state of a sequence at output index `work.next_index`: before the first token of this attempt."""
+def row_state(engine: Engine, work: Work, matcher: Matcher | None) -> RowState:
+    """Return the state of a sequence at output index `work.next_index`: before the first token of this attempt.
+
+    `matcher` stands at the beginning of the answer.
+    """
     end_ids = work.stop_token_ids if work.ignore_eos else work.stop_token_ids | engine.eos_token_ids
     return RowState(
         work.sampling,
@@ -14,4 +17,5 @@ def row_state(engine: Engine, work: Work) -> RowState:
         work.output_ids,
         end_ids=frozenset(token_id for token_id in end_ids if token_id < engine.vocab_size),
         min_tokens=work.min_tokens,
+        matcher=matcher,
     )

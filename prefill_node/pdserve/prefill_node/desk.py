@@ -7,10 +7,11 @@ from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation
 from pdserve.core.settings import PrefillSettings
-from pdserve.core.work import LegOutcome, Work
+from pdserve.core.work import Work
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
-from pdserve.node.corridor import link_settings, on_loop, transfer_spec
+from pdserve.node.constraints import grammar_compiler
+from pdserve.node.corridor import corridor_channel, link_settings, on_loop, transfer_spec
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.engine_desk import EngineDesk
 from pdserve.node.legs import Legs
@@ -53,12 +54,22 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
             block_size=engine.block_size,
         )
         self._scheduler = PrefillScheduler(limits, pool, engine.eos_token_ids, parse_hold(settings.hold_at))
-        super().__init__(engine, pool, self._scheduler, legs, clock, load_changed)
+        super().__init__(
+            engine, pool, self._scheduler, grammar_compiler(settings, engine, clock), legs, clock, load_changed
+        )
         self._facts = engine_facts(engine)
         link = link_settings(settings, engine, incarnation)
-        self._corridor = kv.KvSendService(link, Handoff(engine, self._bound), on_loop(self._on_corridor), clock)
+        self._corridor = kv.KvSendService(
+            link,
+            Handoff(engine, self._bound),
+            on_loop(self._on_corridor),
+            clock,
+            make_channel=corridor_channel(settings, clock),
+        )
         self._corridor.start()
-        self._open(self._corridor, PrefillWorker(engine, self._corridor.mark_ready, clock).execute)
+        self._open(
+            self._corridor, PrefillWorker(engine, self._corridor.mark_ready, self._constraints.matcher, clock).execute
+        )
 
     def facts(self) -> EngineFacts:
         """Return what hello says."""
@@ -66,11 +77,9 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
 
     def submit(self, work: Work) -> None:
         """Take a leg."""
-        if max(work.context_ids) >= self._engine.vocab_size:
-            detail = f"token ids must be below {self._engine.vocab_size}"
-            self._legs.refuse(work.leg, LegOutcome.REFUSED, "bad_token_id", detail)
-            return
-        self._do(self._scheduler.submit(work, self._clock.now_s()))
+        if not self._refuses_ids(work):
+            self._constraints.begin(work)
+            self._do(self._scheduler.submit(work, self._clock.now_s()))
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Take the decode nodes that may be sent to."""

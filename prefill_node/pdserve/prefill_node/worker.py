@@ -8,6 +8,7 @@ from pdserve.core.work import Work
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.engine import Engine
 from pdserve.kernels.logits import RowState, SampledRow
+from pdserve.node.constraints import MatcherOf
 from pdserve.node.row_state import row_state
 from pdserve.node.step_loop import StepRecord
 from pdserve.prefill_node.instructions import PlannedChunk, StepPlan
@@ -19,8 +20,8 @@ MarkReady = Callable[[TransferId, range, range], None]
 class PrefillWorker:
     """Executes step plans. `execute` runs in the engine's thread and touches nothing but the engine and `mark_ready`."""
 
-    def __init__(self, engine: Engine, mark_ready: MarkReady, clock: Clock) -> None:
-        self._engine, self._mark_ready, self._clock = engine, mark_ready, clock
+    def __init__(self, engine: Engine, mark_ready: MarkReady, matcher_of: MatcherOf, clock: Clock) -> None:
+        self._engine, self._mark_ready, self._matcher_of, self._clock = engine, mark_ready, matcher_of, clock
 
     def execute(self, plan: StepPlan) -> StepRecord:
         """Run one forward pass over the plan's chunks."""
@@ -54,7 +55,7 @@ class PrefillWorker:
     def _rows(self, work: Work, sequences: tuple[int, ...]) -> tuple[SampledRow, ...]:
         """Return a row per sequence. All read one state: none of them has a token of its own yet."""
         is_needed = bool(sequences) and RowState.is_needed(work.sampling, work.min_tokens)
-        state = row_state(self._engine, work) if is_needed else None
+        state = row_state(self._engine, work, self._matcher_of(work)) if is_needed else None
         return tuple(
             SampledRow(work.sampling, sequence, work.next_index, work.top_logprobs, state) for sequence in sequences
         )
