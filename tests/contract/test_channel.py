@@ -10,10 +10,16 @@ from typing import Protocol, TypeVar
 import pytest
 import zmq
 
+from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse
+from pdserve.core.link_faults import LinkFaults
+from pdserve.core.link_shape import LinkShape
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.holding import HoldingChannel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
+from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 WAIT_S = 30.0
@@ -24,37 +30,59 @@ class MakeChannel(Protocol):
     def __call__(self) -> Channel: ...
 
 
+END_OF: dict[int, "End"] = {}
+"""Every end of the running test."""
+
+
 class End:
     """One end, with everything that happened at it."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.events: list[ChannelEvent] = []
+        END_OF[id(channel)] = self
 
     def wait(self, kind: type[E], num: int = 1) -> E:
-        """Poll until `num` events of a kind came; return the last of them."""
+        """Poll until `num` events of a kind came; return the last of them. Other ends that hold frames are polled too."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
             found = [event for event in self.events if isinstance(event, kind)]
             if len(found) >= num:
                 return found[num - 1]
             assert time.monotonic() < deadline_s, f"no {kind.__name__}: {self.events}"
-            batch = self.channel.poll(1.0)
+            holders = [end for end in END_OF.values() if end is not self and isinstance(end.channel, HoldingChannel)]
+            batch = self.channel.poll(0.001 if holders else 1.0)
             assert len(batch) <= MAX_BATCH
             self.events += batch
+            for end in holders:
+                end.events += end.channel.poll(0.0)
 
 
-@pytest.fixture(params=["inprocess", "zeromq"])
+def decorated(channel: Channel, decorator: str) -> Channel:
+    """Return the channel as it is, over a slow link, or through a fault plan that holds no fault."""
+    match decorator:
+        case "shaped":
+            return ShapedChannel(channel, LinkShape(2e10, 0.0005, 0.0002), SystemClock())
+        case "faulty":
+            return FaultyChannel(channel, LinkFaults(), SystemClock())
+    return channel
+
+
+@pytest.fixture(params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Channel]]:
     network, made = InProcessNetwork(), list[Channel]()
+    transport, _, decorator = request.param.partition("-")
 
     def factory() -> Channel:
-        made.append(ZeroMqChannel() if request.param == "zeromq" else network.channel())
+        inner = ZeroMqChannel() if transport == "zeromq" else network.channel()
+        made.append(decorated(inner, decorator))
         return made[-1]
 
+    END_OF.clear()
     yield factory
     for channel in made:
         channel.close()
+    END_OF.clear()
 
 
 @pytest.fixture

@@ -59,6 +59,9 @@ class Breakable:
         self._check(is_poll=True)
         return events
 
+    def gauges(self) -> dict[str, float]:
+        return self._channel.gauges()
+
     def wake(self) -> None:
         self._channel.wake()
 

@@ -33,6 +33,9 @@ def up(
     kv_blocks: Annotated[Text, typer.Option(metavar="INTEGER", help="KV blocks of every node.")] = None,
     max_model_len: Annotated[Text, typer.Option(metavar="INTEGER", help="Longest prompt plus answer, tokens.")] = None,
     dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    kv_link: Annotated[
+        Text, typer.Option(metavar="BANDWIDTH,LATENCY[,JITTER]", help="For experiments: a slower KV link.")
+    ] = None,
     drain_s: Annotated[Text, typer.Option(metavar="SECONDS", help="Time to finish accepted work at the end.")] = None,
     log_format: Annotated[Text, typer.Option(help="text or json: log lines of the processes.")] = None,
     log_level: Annotated[Text, typer.Option(help="debug, info, warning or error.")] = None,
@@ -56,6 +59,7 @@ def up(
         "kv_blocks": kv_blocks,
         "max_model_len": max_model_len,
         "dtype": dtype,
+        "kv_link": kv_link,
         "drain_s": drain_s,
         "log_format": log_format,
         "log_level": log_level,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -21,6 +21,8 @@ from pydantic_settings import (
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.hold import parse_hold
+from pdserve.core.link_faults import parse_link_faults
+from pdserve.core.link_shape import parse_link_shape
 from pdserve.core.models import DEFAULT_MODEL
 from pdserve.core.setting_faults import HINT, Places, faults_in, unknown_variables
 from pdserve.core.settings_file import read_settings_file
@@ -238,9 +240,24 @@ class NodeSettings(ProcessSettings):
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")
     kv_staging_bytes: Positive = Field(16 << 20, description="KV bytes that may be packed and not yet sent.")
+    kv_link: str | None = Field(
+        None, description="For experiments: what this node sends of KV goes as over BANDWIDTH,LATENCY[,JITTER]."
+    )
+    kv_faults: str | None = Field(
+        None, description="For experiments, never for service: faults of the KV link, e.g. drop=0.01,corrupt@12,seed=7."
+    )
     grant_wait_s: Seconds = Field(30.0, description="Longest wait for blocks on the decode node.")
     transfer_idle_s: Seconds = Field(10.0, description="Silence after which a running transfer is given up.")
     step_limit_s: Seconds = Field(60.0, description="Age of a running step at which the engine counts as stuck.")
+
+    @field_validator("kv_link", "kv_faults")
+    @classmethod
+    def _experiments_are_known(cls, text: str | None, info: ValidationInfo) -> str | None:
+        try:
+            (parse_link_shape if info.field_name == "kv_link" else parse_link_faults)(text)
+        except ConfigError as error:
+            raise ValueError("\n".join(fault.removeprefix(f"{info.field_name}: ") for fault in error.faults)) from None
+        return text
 
 
 class PrefillSettings(NodeSettings):

@@ -44,7 +44,7 @@ ChannelEvent = Arrived | Connected | Lost
 
 
 class Channel(Protocol):
-    """One process's end of a transport."""
+    """One process's end of a transport. What was accepted for sending leaves while this end is polled, or by itself."""
 
     def listen(self, host: str, port: int) -> str:
         """Accept connections; return the address that others dial. Port 0 picks a free one.
@@ -78,6 +78,10 @@ class Channel(Protocol):
 
         At most `MAX_BATCH` events; the next call returns the rest.
         """
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Return gauges of its own by name, without waiting; all without `_total` go back to where they began. Any thread."""
         ...
 
     def wake(self) -> None:

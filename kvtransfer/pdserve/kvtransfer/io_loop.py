@@ -128,6 +128,12 @@ class IoLoop:
             channel.wake()
         return Submission.TAKEN
 
+    def gauges(self) -> dict[str, float]:
+        """Return the gauges of the thread and of its channel. Never waits."""
+        channel = self._channel
+        own = {} if channel is None or self.ended_by else channel.gauges()
+        return {**own, "kv_io_errors_total": self.num_errors}
+
     def stop(self, timeout_s: float) -> bool:
         """End the thread; return whether it ended in time."""
         self._is_stopping = True

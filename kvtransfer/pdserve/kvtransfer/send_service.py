@@ -109,7 +109,7 @@ class KvSendService:
 
         Never waits. They are those of the last event, or of the end of the I/O thread's last turn if that is later.
         """
-        return {**self._shell.herald.gauges, "kv_io_errors_total": self._loop.num_errors}
+        return {**self._shell.herald.gauges, **self._loop.gauges()}
 
     def describe(self) -> list[dict[str, object]]:
         """Return every machine's state, for people. May wait for one frame to be packed; not for use in `on_event`."""

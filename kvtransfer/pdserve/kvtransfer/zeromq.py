@@ -167,6 +167,10 @@ class ZeroMqChannel:
         self._reap()
         return self._next_batch()
 
+    def gauges(self) -> dict[str, float]:
+        """Return nothing: DATA inside sockets is counted by who sends it."""
+        return {}
+
     def wake(self) -> None:
         """Write a byte into the pipe; a full pipe will wake the poll anyway."""
         # The lock keeps a late wake from writing into a descriptor that `close` gave up and someone else got.

@@ -1,16 +1,25 @@
 """A node's end of the corridor, from its settings and its engine."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation
+from pdserve.core.link_faults import parse_link_faults
+from pdserve.core.link_shape import parse_link_shape
 from pdserve.core.settings import DecodeSettings, NodeSettings
 from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import LinkSettings, TransferSpec
+from pdserve.kvtransfer.channel import Channel
+from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.shaping import ShapedChannel
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 E = TypeVar("E")
+_logger = logging.getLogger(__name__)
 
 
 def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnation) -> LinkSettings:
@@ -29,6 +38,23 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
         window_bytes=settings.kv_window_bytes,
         staging_bytes=settings.kv_staging_bytes,
     )
+
+
+def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Channel]:
+    """Return what makes the corridor's transport: ZeroMQ, through a slower or worse link if an experiment asks for it."""
+    shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
+    if shape is not None:
+        _logger.warning("EXPERIMENT: what this node sends of KV is slowed down to %s (--kv-link)", shape)
+    if faults is not None:
+        _logger.warning("EXPERIMENT: faults are injected into what this node sends of KV: %s (--kv-faults)", faults)
+
+    def make_channel() -> Channel:
+        channel: Channel = ZeroMqChannel()
+        if shape is not None:
+            channel = ShapedChannel(channel, shape, clock)
+        return channel if faults is None else FaultyChannel(channel, faults, clock)
+
+    return make_channel
 
 
 def transfer_spec(work: Work, peer: Incarnation | None) -> TransferSpec:
