@@ -1,4 +1,4 @@
-"""Answers to chats on the way of all tokens: Sequence, OutputText, detokenizer, reader; markers that are special tokens among them."""
+"""Answers to chats on the way of all tokens: Sequence, OutputText, detokenizer, reader; markers may be special tokens."""
 
 import json
 from collections.abc import Callable

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pdserve.router.chat.call_format import MAX_UNTOLD_CHARS
 from pdserve.router.chat.json_scan import JsonScan, Step, escaped
 from tests.router.answers import Heard, read, reader_of
 
@@ -232,6 +233,14 @@ def test_a_call_is_told_with_the_first_brace_of_its_arguments_and_then_as_it_com
     assert (told.name, told.arguments) == ("add", "{")
     assert [reader.push(char).tool_calls[0].arguments for char in '"a": 1}'] == list('"a": 1}')
     assert not reader.push("}</tool_call>")
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"arguments": {"a": "', "<tool_call>" + " " * 9])
+def test_a_call_that_is_never_told_is_not_kept_for_ever(text: str) -> None:
+    reader, long = reader_of("hermes"), text + " " * MAX_UNTOLD_CHARS
+    shown = "".join(reader.push(long[i : i + 1000]).content for i in range(0, len(long), 1000))
+    assert shown == long[: len(shown)]
+    assert len(long) - len(shown) < 1000
 
 
 json_values = st.recursive(

@@ -16,6 +16,9 @@ from pdserve.router.chat.gains import AnswerGain, Collected
 from pdserve.router.chat.json_scan import Step
 from pdserve.router.chat.markers import MarkerScan
 
+MAX_UNTOLD_CHARS = 64 * 1024
+"""Characters of a call that is not told; with more of them it is none."""
+
 Feed = Callable[[str], None]
 
 
@@ -43,6 +46,8 @@ class CallFormat(ABC):
         else:
             for char in text:
                 self._feed(char)
+                if len(self._raw) > MAX_UNTOLD_CHARS:
+                    self._give_up()
         return self._found.take()
 
     def finish(self) -> AnswerGain:
