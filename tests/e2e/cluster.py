@@ -59,7 +59,7 @@ GROWS = (
     "blocks.free",
     "grammars.kept",
 )
-"""Gauges that need not come back: they only grow, fill up to a bound, or say how much is left. (Threads are made at first use and kept.)"""
+"""Gauges that need not come back: they only grow, fill up, or say how much is left. (Threads are made at first use and kept.)"""
 SLACK = {"process.descriptors": 8}
 """Connections of the test's own calls come and go; 8 is far below one per request."""
 

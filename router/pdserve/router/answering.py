@@ -22,6 +22,7 @@ from pdserve.router.open_session import OpenSession
 from pdserve.router.placement import length_limits
 from pdserve.router.request import GenerateCall, TextInput, TokenInput, ValidInput, ValidRequest
 from pdserve.router.sessions import Sessions
+from pdserve.router.structured import GrammarDoor
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
 from pdserve.router.validation import label_fault, resolve_lengths, validate
@@ -102,12 +103,13 @@ class Answering:
         membership: Membership,
         admission: Admission,
         sessions: Sessions,
+        grammars: GrammarDoor,
         clock: Clock,
         threads: Executor,
     ) -> None:
         self.process, self.model, self.membership = process, model, membership
         self.admission, self.sessions, self.clock = admission, sessions, clock
-        self._threads = threads
+        self._grammars, self._threads = grammars, threads
         self._num_clients = 0
         self.meters = Meters(model.name, self.all_gauges)
 
@@ -192,7 +194,13 @@ class Answering:
 
     def all_gauges(self) -> dict[str, float]:
         """Return the gauges of everything behind the fronts as well."""
-        return self.gauges() | self.sessions.gauges() | self.membership.gauges() | process_gauges()
+        return (
+            self.gauges()
+            | self.sessions.gauges()
+            | self.membership.gauges()
+            | self._grammars.gauges()
+            | process_gauges()
+        )
 
     async def _open(self, call: GenerateCall, received_s: float, deadline_s: float | None) -> OpenSession:
         request = validate(call, self.model.served)
@@ -201,6 +209,7 @@ class Answering:
         try:
             prompt_ids = await self.encode(request.input)
             max_tokens = self._max_tokens(request, len(prompt_ids))
+            await self._grammars.check(call, request.sampling.grammar)
         except BaseException:  # a cancelled call leaves as well
             self.admission.leave(self.clock.now_s())
             raise

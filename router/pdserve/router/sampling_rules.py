@@ -8,6 +8,7 @@ from typing import NoReturn
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.work import Sampling
 from pdserve.router.request import GenerateCall
+from pdserve.router.structured import checked_grammar
 
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
@@ -54,6 +55,7 @@ def checked_sampling(call: GenerateCall, vocab_size: int, encode_word: WordEncod
         allowed_token_ids=_checked_list("sampling.allowed_token_ids", call.allowed_token_ids, vocab_size),
         banned_token_ids=_checked_list("sampling.banned_token_ids", call.banned_token_ids, vocab_size),
         banned_sequences=_checked_words(call.banned_words, encode_word),
+        grammar=checked_grammar(call),
     )
     _check_choice(sampling, vocab_size)
     return sampling

@@ -20,6 +20,7 @@ from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
 from pdserve.router.sessions import Sessions
+from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
 from pdserve.rpc.server import GrpcServer, announce
@@ -57,6 +58,7 @@ class Router:
         self.sessions = Sessions(
             self.membership, self.admission, LeastLoaded(), limits, clock, settings.max_unread_bytes
         )
+        self.grammars = grammar_door(settings.model, self.model.vocab_size, clock)
         self.http: HttpListener | None = None
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
@@ -68,7 +70,14 @@ class Router:
         settings = self._settings
         with ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer") as threads:
             answering = Answering(
-                self.process, self.model, self.membership, self.admission, self.sessions, self._clock, threads
+                self.process,
+                self.model,
+                self.membership,
+                self.admission,
+                self.sessions,
+                self.grammars,
+                self._clock,
+                threads,
             )
             texts = TextCalls(answering)
             front = InferenceFront(answering, texts, settings.max_message_bytes)
@@ -82,6 +91,7 @@ class Router:
                 if self.http is not None:
                     self.http.close()
                 await self.server.stop(LAST_GRACE_S)
+                self.grammars.close()
         logger.info("stopped")
 
     async def _serve(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:

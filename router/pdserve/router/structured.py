@@ -8,10 +8,13 @@ from typing import NoReturn
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import GrammarNotServed, GrammarTooSlow, InvalidRequest, Overloaded
+from pdserve.core.models import resolve_model_dir
 from pdserve.core.work import Grammar, GrammarKind
 from pdserve.grammar.checks import MAX_TEXT_BYTES
 from pdserve.grammar.compiler import COMPILE_LIMIT_S, GrammarCompiler, Outcome
 from pdserve.grammar.outcome import Cause, NotCompiled
+from pdserve.grammar.vocabulary import GrammarVocabulary, load_vocabulary
+from pdserve.router.chat.tool_grammar import tool_grammar
 from pdserve.router.request import (
     ChoiceOutput,
     GenerateCall,
@@ -20,11 +23,14 @@ from pdserve.router.request import (
     JsonSchemaOutput,
     RegexOutput,
     StructuredOutput,
+    ValidChat,
+    ValidInput,
 )
 from pdserve.router.template import read_config
 
 MAX_CHOICES = 1024
 ANY_OBJECT = '{"type":"object"}'
+TOOLS_FIELD = "chat.tools"
 HINT = "docs/structured_output.md says what is served"
 
 
@@ -43,6 +49,24 @@ def checked_grammar(call: GenerateCall) -> Grammar | None:
         _refuse(field, f"{field} makes a grammar of {size} bytes", f"at most {MAX_TEXT_BYTES}")
     if not grammar.text.strip():
         _refuse(field, f"{field} is empty", "leave structured_output unset for a free answer")
+    return grammar
+
+
+def checked_tool_grammar(call: GenerateCall, given: ValidInput, tool_format: str | None) -> Grammar | None:
+    """Return the grammar of an answer that must call a tool, or None. Raises InvalidRequest for what cannot go with it."""
+    grammar = tool_grammar(given, tool_format) if isinstance(given, ValidChat) else None
+    if grammar is None:
+        return None
+    if call.structured_output is not None:
+        _refuse(
+            "chat.tool_choice", "a call that must be made cannot have a structured output", "leave one of them unset"
+        )
+    _check_combination(call, "chat.tool_choice")
+    size = len(grammar.text.encode(errors="replace"))
+    if size > MAX_TEXT_BYTES:
+        _refuse(
+            TOOLS_FIELD, f"the tools make a grammar of {size} bytes", f"at most {MAX_TEXT_BYTES}, or tool_choice AUTO"
+        )
     return grammar
 
 
@@ -85,9 +109,9 @@ class GrammarDoor:
 
     async def check(self, call: GenerateCall, grammar: Grammar | None) -> None:
         """Return if `grammar`, that of `call`, can be served. Raises GrammarNotServed, GrammarTooSlow or Overloaded."""
-        if call.structured_output is None or grammar is None:
+        if grammar is None:
             return
-        field = field_of(call.structured_output)
+        field = TOOLS_FIELD if call.structured_output is None else field_of(call.structured_output)
         outcome = await self._outcome(grammar)
         if not isinstance(outcome, NotCompiled):
             return
@@ -125,6 +149,16 @@ class GrammarDoor:
             self._compiler.expire(self._clock.now_s())
 
 
+def grammar_door(model: str, vocab_size: int, clock: Clock) -> GrammarDoor:
+    """Return the door of a model, by alias or folder, with as many ids as its embedding has; it reads no file yet."""
+
+    def load() -> GrammarVocabulary:
+        folder = resolve_model_dir(model)
+        return load_vocabulary(folder, vocab_size, end_token_ids(folder))
+
+    return GrammarDoor(GrammarCompiler(load, clock), clock)
+
+
 def end_token_ids(folder: Path) -> frozenset[int]:
     """Return the end-of-sequence ids that a model's folder states, as the nodes read them; empty if none."""
     for name in ("generation_config.json", "config.json"):
@@ -155,7 +189,7 @@ def _choice_grammar(texts: tuple[str, ...]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(quoted)
 
 
-def _check_combination(call: GenerateCall) -> None:
+def _check_combination(call: GenerateCall, asked: str = "structured_output") -> None:
     """Refuse what would fight the grammar over which tokens may come, or when the answer may end."""
     fights = (
         ("stop.min_tokens", bool(call.min_tokens), "the grammar says when the answer may end"),
@@ -166,7 +200,7 @@ def _check_combination(call: GenerateCall) -> None:
     )
     for name, is_used, why in fights:
         if is_used:
-            _refuse(name, f"{name} cannot be combined with structured_output: {why}", "leave one of them unset")
+            _refuse(name, f"{name} cannot be combined with {asked}: {why}", "leave one of them unset")
 
 
 def _refuse(field: str, message: str, hint: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """Every check of a request, once, at the door: what comes out can be served, what cannot is refused by field and hint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.core.errors import NotServed, UnknownModel
 from pdserve.router.chat.door import checked_chat
@@ -11,12 +11,12 @@ from pdserve.router.request import (
     PromptInput,
     TextInput,
     TokenInput,
-    ToolMode,
     ValidChat,
     ValidInput,
     ValidRequest,
 )
 from pdserve.router.sampling_rules import WordEncoder, check_ids, check_min_tokens, checked_sampling, refuse
+from pdserve.router.structured import checked_tool_grammar
 
 MAX_LABEL_CHARS = 128
 MAX_STOPS = 16
@@ -46,11 +46,14 @@ def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
     _check_label(call.request_id)
     if call.model not in ("", model.name):
         raise UnknownModel(f"model {call.model!r} is not served here", hint=f"served: {model.name}", field="model")
+    given = _checked_input(call.input, model)
+    sampling = checked_sampling(call, model.vocab_size, model.encode_word)
+    grammar = checked_tool_grammar(call, given, model.tool_format)
     return ValidRequest(
         label=call.request_id,
         model=model.name,
-        input=_checked_input(call.input, model),
-        sampling=checked_sampling(call, model.vocab_size, model.encode_word),
+        input=given,
+        sampling=sampling if grammar is None else replace(sampling, grammar=grammar),
         max_tokens=_checked_max_tokens(call.max_tokens),
         stop=_checked_stops(call.stop),
         stop_token_ids=_checked_stop_ids(call.stop_token_ids, model),
@@ -164,13 +167,6 @@ def _check_served(call: GenerateCall) -> None:
         ("priority", call.priority not in (None, 0), "leave it unset"),
         ("objectives", call.has_objectives, "leave it unset"),
         ("cache_salt", call.cache_salt is not None, "leave it unset"),
-        # until the nodes take grammars
-        (
-            "chat.tool_choice",
-            isinstance(call.input, ChatInput) and call.input.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED),
-            "AUTO or NONE",
-        ),
-        ("structured_output", call.structured_output is not None, "leave it unset"),
     )
     for name, is_used, hint in unserved:
         if is_used:
