@@ -60,7 +60,7 @@ def test_a_favourite_need_not_win(shape: str) -> None:
 
 def test_few_contenders_are_left() -> None:
     row = SampledRow(Sampling(1.0, seed=3), 0, 0)
-    ids, _ = contenders(*keep(logits_of("usual"), row.sampling), row)
+    ids, _ = contenders(logits_of("usual"), row)
     assert 1 <= ids.shape[0] < 20
 
 

@@ -30,6 +30,10 @@ NUM_FAVOURITES = 256
 NUCLEUS_GUESS = 256
 """Ids that are sorted first to find the border of top-p; eight times as many while they do not reach it."""
 FOLD = 64
+BLOCK = 8192
+"""Ids at a time where all are looked at: larger arrays would come fresh from the system each time."""
+LOWEST = float(np.finfo(np.float32).min)
+"""Below it only what is forbidden."""
 SLACK = 1.001
 """Room for rounding when a candidate is ruled out by its uniform."""
 
@@ -38,7 +42,7 @@ def draw(scores: Sequence[NDArray[np.float32]], rows: Sequence[SampledRow]) -> l
     """Return the id drawn from each row's processed logits [vocabulary]; none is greedy, and each maximum is finite."""
     if not rows:
         return []
-    candidates = [contenders(*keep(logits, row.sampling), row) for logits, row in zip(scores, rows, strict=True)]
+    candidates = [contenders(logits, row) for logits, row in zip(scores, rows, strict=True)]
     noise = gumbel_of_rows(
         [row.sampling.seed for row in rows],
         [row.position for row in rows],
@@ -48,37 +52,66 @@ def draw(scores: Sequence[NDArray[np.float32]], rows: Sequence[SampledRow]) -> l
     return [int(ids[int(np.argmax(z + g))]) for (ids, z), g in zip(candidates, noise, strict=True)]
 
 
-def keep(scores: NDArray[np.float32], sampling: Sampling) -> Candidates:
-    """Return the ids [kept], ascending, that pass the filters, and their z [kept]; at least the most likely id."""
-    least = float(np.finfo(np.float32).min)
-    if sampling.top_k > 0:
-        least = max(least, kth_largest(scores, sampling.top_k))
-    ids = np.flatnonzero(scores >= least)
-    z = (scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature
+def contenders(scores: NDArray[np.float32], row: SampledRow) -> Candidates:
+    """Return those of the ids that the filters keep which may win the draw.
+
+    What the likeliest ones reach with their noise is a bound. Who would need more than the largest noise to reach it is out
+    unseen; of the others the uniform is enough: g >= t means u <= 1 - exp(-exp(-t)), which is at most exp(-t).
+    """
+    sampling = row.sampling
+    ids, z = keep(scores, sampling, kth_largest(scores, NUM_FAVOURITES))
+    if ids.shape[0] < NUM_FAVOURITES:
+        return ids, z  # nobody else is kept
+    bound = float((z + gumbel(sampling.seed, ids, row.position, row.sequence)).max())
+    needed = float(scores.max()) + sampling.temperature * (bound - MAX_NOISE)
+    ids, z = keep(scores, sampling, float(np.nextafter(np.float32(needed), np.float32(-np.inf))))
+    u = uniform(sampling.seed, ids, row.position, row.sequence)
+    largest = np.exp((z - bound).astype(np.float32)) * np.float32(SLACK) + np.float32(2.0**-31)
+    left = np.flatnonzero(u <= largest)
+    return ids[left], z[left]
+
+
+def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST) -> Candidates:
+    """Return the ids that pass the filters and whose logit is at least `least`; without it, at least the most likely id.
+
+    `scores` [vocabulary]: processed logits, their maximum finite.
+    """
+    best = float(scores.max())
+    border = kth_largest(scores, sampling.top_k) if sampling.top_k > 0 else LOWEST
     if sampling.top_p < 1.0:
-        chosen = _nucleus(z, sampling.top_p)
-        ids, z = ids[chosen], z[chosen]
+        ids = _nucleus(scores, max(border, LOWEST), sampling)
+        ids = ids[scores[ids] >= least]
+    else:
+        ids = np.flatnonzero(scores >= max(border, least, LOWEST))
+    z = _z(scores[ids], best, sampling.temperature)
     if sampling.min_p > 0.0:
         chosen = np.flatnonzero(z >= np.log(sampling.min_p))
         ids, z = ids[chosen], z[chosen]
     return ids, z
 
 
-def contenders(ids: IdArray, z: NDArray[np.float64], row: SampledRow) -> Candidates:
-    """Return those of the candidates `ids` [n] with scores `z` [n] that may win the draw, in the same order.
+def _nucleus(scores: NDArray[np.float32], border: float, sampling: Sampling) -> IdArray:
+    """Return the smallest set of ids, ascending, whose probability among those with logits from `border` on reaches top_p."""
+    best = float(scores.max())
+    goal = sampling.top_p * sum(
+        float(np.exp(_z(part[part >= border], best, sampling.temperature)).sum())
+        for part in (scores[start : start + BLOCK] for start in range(0, scores.shape[0], BLOCK))
+    )
+    guess = NUCLEUS_GUESS
+    while True:
+        least = kth_largest(scores, guess)
+        likeliest = np.flatnonzero(scores >= max(border, least))
+        z = _z(scores[likeliest], best, sampling.temperature)
+        order = np.argsort(-z, kind="stable")
+        reached = np.cumsum(np.exp(z[order]))
+        if reached[-1] >= goal or least <= border:
+            # An id stays while those before it have not reached the goal.
+            return np.sort(likeliest[order[: 1 + int(np.searchsorted(reached, goal))]])
+        guess *= 8
 
-    What the likeliest ones reach with their noise is a bound. Who would need more than the largest noise to reach it is out
-    unseen; of the others the uniform is enough: g >= t means u <= 1 - exp(-exp(-t)), which is at most exp(-t).
-    """
-    if ids.shape[0] <= NUM_FAVOURITES:
-        return ids, z
-    favourites = np.flatnonzero(z >= kth_largest(z, NUM_FAVOURITES))
-    bound = float((z[favourites] + gumbel(row.sampling.seed, ids[favourites], row.position, row.sequence)).max())
-    possible = np.flatnonzero(z >= bound - MAX_NOISE)
-    u = uniform(row.sampling.seed, ids[possible], row.position, row.sequence)
-    needed = np.exp((z[possible] - bound).astype(np.float32)) * np.float32(SLACK) + np.float32(2.0**-31)
-    left = possible[u <= needed]
-    return ids[left], z[left]
+
+def _z(scores: NDArray[np.float32], best: float, temperature: float) -> NDArray[np.float64]:
+    return (scores.astype(np.float64) - best) / temperature
 
 
 def kth_largest(values: FloatArray, k: int) -> float:
@@ -92,18 +125,3 @@ def kth_largest(values: FloatArray, k: int) -> float:
         values = values[values >= np.partition(maxima, width - k)[width - k]]
     place = max(values.shape[0] - k, 0)
     return float(np.partition(values, place)[place])
-
-
-def _nucleus(z: NDArray[np.float64], top_p: float) -> IdArray:
-    """Return the places [kept], ascending, of the smallest set whose probability reaches `top_p`: softmax over z [n]."""
-    goal = top_p * float(np.exp(z).sum())
-    guess = NUCLEUS_GUESS
-    while True:
-        likeliest = np.flatnonzero(z >= kth_largest(z, guess)) if guess < z.shape[0] else np.arange(z.shape[0])
-        order = likeliest[np.argsort(-z[likeliest], kind="stable")]
-        reached = np.cumsum(np.exp(z[order]))
-        if reached[-1] >= goal or order.shape[0] == z.shape[0]:
-            break
-        guess *= 8
-    # An id stays while those before it have not reached the goal.
-    return np.sort(order[: 1 + int(np.searchsorted(reached, goal))])

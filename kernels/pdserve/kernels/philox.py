@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 UInt32Array = NDArray[np.uint32]
-Words = int | NDArray[np.uint64]
+UInt64Array = NDArray[np.uint64]
+Words = int | UInt64Array
 
 ROUND_A = np.uint64(0xD2511F53)
 ROUND_B = np.uint64(0xCD9E8D57)
@@ -22,8 +23,10 @@ KEY_A = 0x9E3779B9
 KEY_B = 0xBB67AE85
 NUM_ROUNDS = 10
 MASK_32 = 0xFFFFFFFF
-BLOCK = 16384
-"""Candidates at a time: six arrays of 128 KiB, where a core's second cache still holds them and calls cost little."""
+LOW = np.uint64(MASK_32)
+HALF = np.uint64(32)
+BLOCK = 12288
+"""Candidates at a time: six arrays of 96 KiB stay in a core's second cache and below what the C library fetches afresh."""
 UNIFORM_SCALE = np.float32(4.6566127342e-10)
 """Just under 2^-31, so that the largest uniform stays below 1 in float32."""
 LEAST_UNIFORM = 2.0**-32
@@ -69,32 +72,46 @@ def first_words(key: Words, c0: NDArray[np.integer], c1: Words, c2: Words) -> UI
     The same numbers, made for many candidates: in place, in 64-bit lanes, in blocks that stay in the cache.
     """
     words = np.empty(c0.shape[0], np.uint32)
+    round_keys = _round_keys(key)
     for start in range(0, c0.shape[0], BLOCK):
         part = slice(start, start + BLOCK)
-        key_part, c1_part, c2_part = (each if isinstance(each, int) else each[part] for each in (key, c1, c2))
-        words[part] = _first_words_of_block(key_part, c0[part], c1_part, c2_part)
+        words[part] = _first_words_of_block(
+            [(_part(k0, part), _part(k1, part)) for k0, k1 in round_keys],
+            c0[part].astype(np.uint64),
+            _part(np.asarray(c1, np.uint64), part),
+            _part(np.asarray(c2, np.uint64), part),
+        )
     return words
 
 
-def _first_words_of_block(key: Words, c0: NDArray[np.integer], c1: Words, c2: Words) -> NDArray[np.uint64]:
-    a, b, shift, low = ROUND_A, ROUND_B, np.uint64(32), np.uint64(MASK_32)
-    w0 = c0.astype(np.uint64)
-    w1, w2, w3 = np.full_like(w0, c1 & MASK_32), np.full_like(w0, c2 & MASK_32), np.zeros_like(w0)
+def _round_keys(key: Words) -> list[tuple[UInt64Array, UInt64Array]]:
+    k0, k1 = np.asarray(key & MASK_32, np.uint64), np.asarray((key >> 32) & MASK_32, np.uint64)
+    steps = np.arange(NUM_ROUNDS, dtype=np.uint64)
+    return [((k0 + step * np.uint64(KEY_A)) & LOW, (k1 + step * np.uint64(KEY_B)) & LOW) for step in steps]
+
+
+def _part(words: UInt64Array, part: slice) -> UInt64Array:
+    return words[part] if words.ndim else words
+
+
+def _first_words_of_block(
+    round_keys: Sequence[tuple[UInt64Array, UInt64Array]], w0: UInt64Array, c1: UInt64Array, c2: UInt64Array
+) -> UInt64Array:
+    """Spoil `w0`; return the words, each in the low half of 64 bits."""
+    w1, w2, w3 = np.full_like(w0, c1 & LOW), np.full_like(w0, c2 & LOW), np.zeros_like(w0)
     spare_0, spare_2 = np.empty_like(w0), np.empty_like(w0)
-    k0, k1 = key & MASK_32, (key >> 32) & MASK_32
-    for _ in range(NUM_ROUNDS):
-        w0 *= a
-        w2 *= b
-        np.right_shift(w2, shift, out=spare_0)
+    for k0, k1 in round_keys:
+        w0 *= ROUND_A
+        w2 *= ROUND_B
+        np.right_shift(w2, HALF, out=spare_0)
         spare_0 ^= w1
-        spare_0 ^= np.asarray(k0, np.uint64)
-        np.right_shift(w0, shift, out=spare_2)
+        spare_0 ^= k0
+        np.right_shift(w0, HALF, out=spare_2)
         spare_2 ^= w3
-        spare_2 ^= np.asarray(k1, np.uint64)
-        w2 &= low
-        w0 &= low
+        spare_2 ^= k1
+        w2 &= LOW
+        w0 &= LOW
         w0, w1, w2, w3, spare_0, spare_2 = spare_0, w2, spare_2, w0, w1, w3
-        k0, k1 = (k0 + KEY_A) & MASK_32, (k1 + KEY_B) & MASK_32
     return w0
 
 
