@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pdserve.cli.chat import chat
 from pdserve.cli.demo import demo
 from pdserve.cli.doctor import doctor
 from pdserve.cli.generate import generate
@@ -59,6 +60,7 @@ LOCAL, CLUSTER, MACHINE = "On this machine", "Processes of a cluster", "Models a
 app.command(rich_help_panel=LOCAL)(demo)
 app.command(rich_help_panel=LOCAL)(up)
 app.command(rich_help_panel=LOCAL)(generate)
+app.command(rich_help_panel=LOCAL)(chat)
 app.command(rich_help_panel=LOCAL)(status)
 app.command(rich_help_panel=MACHINE)(pull)
 app.command(rich_help_panel=MACHINE)(doctor)

@@ -7,60 +7,41 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.request_options import SERVER, AnswerOptions, MoreOptions, ServerOption, takes_options
 from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pdserve.client import Answer, Options, Prompt
-
-SERVER = "127.0.0.1:50051"
-
-ServerOption = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", metavar="HOST:PORT", help="Router's address.")]
+    from pdserve.client import Answer, Choice, Options, Part, Prompt
 
 
+@takes_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    answering: AnswerOptions,
+    more: MoreOptions,
     chat: Annotated[
         bool | None, typer.Option("--chat/--no-chat", help="Ask through the model's chat template.", show_default=False)
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer. Default: what the model has room for.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: the most likely token each time (default).")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this likely, relative to the likeliest.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draw; the same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(metavar="SECONDS", help="Deadline of the whole answer.")] = None,
-    model: Annotated[str, typer.Option(help="Model name. Default: the router's only model.")] = "",
-    request_id: Annotated[str, typer.Option(help="Label for logs.")] = "",
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.", show_default=False)] = None,
     server: ServerOption = SERVER,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Show text as it comes, or all at once.")] = True,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines; the last one holds the whole answer.")] = False,
 ) -> None:
     """Stream the answer to a prompt. Ctrl-C cancels the request."""
-    from pdserve.cli.report import errors_as_json, run_async
-    from pdserve.client import Options
+    from pdserve.cli.report import errors_as_json, output, run_async
 
-    options = Options(
-        model=model,
-        request_id=request_id,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop or ()),
-        timeout_s=timeout_s,
-    )
     with errors_as_json(as_json):
-        question = prompt_of(text_of(prompt), chat=chat, system=system)
+        options = more.added_to(answering.options())
+        question = prompt_of(text_of(prompt), chat=chat, system=system, template_arguments=answering.template_arguments)
         answer = run_async(ask(server, question, options, stream=stream, as_json=as_json))
-    if timeline and not as_json and answer.summary is not None:
-        from pdserve.cli.report import output
+    if as_json or answer.summary is None:
+        return
+    if more.logprobs is not None or more.prompt_logprobs:
+        from pdserve.cli.scores_view import scores_view
+
+        output().print(scores_view(answer))
+    if timeline:
         from pdserve.cli.timeline_view import timeline_view
 
         output().print()
@@ -76,57 +57,61 @@ def text_of(prompt: str) -> str:
         raise InvalidRequest(f"the prompt is not valid UTF-8 (byte {error.start})") from None
 
 
-def prompt_of(text: str, *, chat: bool | None, system: str | None) -> "Prompt":
-    """Return the prompt in the form that was asked for. Raises InvalidRequest for a system message without a chat."""
+def prompt_of(text: str, *, chat: bool | None, system: str | None, template_arguments: str = "") -> "Prompt":
+    """Return the prompt in the form that was asked for. Raises InvalidRequest for what needs a chat, without one."""
     from pdserve.client import Chat, Turn
 
-    if system is not None and chat is False:
-        raise InvalidRequest("--system needs a chat: leave --no-chat or --system out")
-    if system is not None:
-        return Chat((Turn("system", system), Turn("user", text)))
-    return Chat((Turn("user", text),)) if chat else text
+    given = {"--system": system is not None, "--template-arguments": bool(template_arguments)}
+    needing = [name for name, is_given in given.items() if is_given]
+    if needing and chat is False:
+        raise InvalidRequest(f"{needing[0]} needs a chat: leave --no-chat or {needing[0]} out")
+    turns = (Turn("user", text),) if system is None else (Turn("system", system), Turn("user", text))
+    return Chat(turns, template_arguments=template_arguments) if chat or needing else text
 
 
 async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool, as_json: bool = False) -> "Answer":
     """Write the answer to standard output as it comes, and return it whole."""
+    from pdserve.cli.answer_display import AnswerDisplay
     from pdserve.cli.report import write_json
-    from pdserve.client import NO_RETRIES, Answer, AsyncClient, Delta
+    from pdserve.client import NO_RETRIES, AsyncClient, Delta
 
-    answer = Answer()
-    async with AsyncClient(server, retry=NO_RETRIES) as client:
+    display = AnswerDisplay(sys.stdout, num_sequences=options.n or 1)
+    async with (
+        AsyncClient(server, retry=NO_RETRIES) as client,
+        client.generate(prompt, options, stream=stream) as parts,
+    ):
         try:
-            async for part in client.generate(prompt, options, stream=stream):
-                answer.add(part)
-                if isinstance(part, Delta) and not as_json:
-                    sys.stdout.write(part.text)
-                    sys.stdout.flush()
+            async for part in parts:
+                if not as_json:
+                    display.show(part)
                 elif isinstance(part, Delta) and stream:
-                    write_json({"event": "delta", **asdict(part)})
+                    write_json(delta_as_json(part))
         finally:
-            if answer.deltas and not as_json:
-                sys.stdout.write("\n")
-                sys.stdout.flush()
+            display.end()
     if as_json:
-        write_json(answer_as_json(answer))
-    return answer
+        write_json(answer_as_json(parts.answer))
+    return parts.answer
+
+
+def delta_as_json(part: "Part") -> dict[str, object]:
+    """Return a delta as JSON values, without what was not asked for."""
+    told = asdict(part)
+    unasked = [name for name in ("top_logprobs", "reasoning", "tool_calls") if not told[name]]
+    return {"event": "delta", **{name: value for name, value in told.items() if name not in unasked}}
 
 
 def answer_as_json(answer: "Answer") -> dict[str, object]:
-    """Return the whole answer with one entry per token; `arrival_s` is seconds after the request was sent."""
-    finished, summary = answer.finished, answer.summary
-    assert finished is not None
+    """Return the whole answer: its first sequence, all of its `choices` where there are several, and what all share."""
+    summary, choices = answer.summary, answer.choices
     assert summary is not None
-    return {
-        "event": "answer",
-        "text": answer.text,
-        "finish_reason": finished.reason.name,
-        "stop": finished.stop,
-        "stop_token_id": finished.stop_token_id,
-        "tokens": [
-            {"id": token_id, "logprob": logprob, "arrival_s": delta.arrival_s}
-            for delta in answer.deltas
-            for token_id, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
-        ],
+    told: dict[str, object] = {"event": "answer", **choice_as_json(choices[0])}
+    if len(choices) > 1:
+        told["choices"] = [{"sequence": choice.sequence, **choice_as_json(choice)} for choice in choices]
+    if answer.prompt:
+        told["prompt"] = [
+            {"id": token.token_id, "logprob": token.logprob, "top": token.top_logprobs} for token in answer.prompt
+        ]
+    return told | {
         "request_id": summary.request_id,
         "model": summary.model,
         "seed": summary.seed,
@@ -136,3 +121,28 @@ def answer_as_json(answer: "Answer") -> dict[str, object]:
             asdict(p) | {"role": p.role.label, "incarnation": p.incarnation.hex()} for p in summary.processes
         ],
     }
+
+
+def choice_as_json(choice: "Choice") -> dict[str, object]:
+    """Return a sequence with one entry per token; `arrival_s` is seconds after the request was sent."""
+    finished = choice.finished
+    assert finished is not None
+    tokens: list[dict[str, object]] = [
+        {"id": token_id, "logprob": logprob, "arrival_s": delta.arrival_s}
+        for delta in choice.deltas
+        for token_id, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    for token, top in zip(tokens, choice.top_logprobs, strict=False):
+        token["top"] = top
+    told: dict[str, object] = {
+        "text": choice.text,
+        "finish_reason": finished.reason.name,
+        "stop": finished.stop,
+        "stop_token_id": finished.stop_token_id,
+        "tokens": tokens,
+    }
+    if choice.reasoning:
+        told["reasoning"] = choice.reasoning
+    if choice.tool_calls:
+        told["tool_calls"] = [asdict(call) for call in choice.tool_calls]
+    return told

@@ -50,7 +50,12 @@ def show_warning(message: str) -> None:
 
 
 def message_of(error: PdserveError) -> str:
-    """Return the message, with the field at fault where it is not named already."""
+    """Return the message, with the option or field at fault where it is not named already."""
+    from pdserve.cli.request_options import option_of
+
+    option = option_of(error.field)
+    if option:
+        return error.message if option in error.message else f"{option}: {error.message}"
     last = error.field if "[" in error.field else error.field.rpartition(".")[2]
     named = not error.field or last in error.message
     return error.message if named else f"{error.field}: {error.message}"

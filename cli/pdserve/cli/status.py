@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.generate import SERVER, ServerOption
+from pdserve.cli.request_options import SERVER, ServerOption
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
