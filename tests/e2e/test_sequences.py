@@ -66,8 +66,8 @@ async def test_a_node_is_lost(
     """One node holds the request at a stage and is lost; the other of its role answers the rest, with the same tokens."""
     role = "prefill" if stage == "handing_over" else "decode"
     both: tuple[tuple[str, ...], ...] = (("--hold-at", stage), ())
-    nodes = {"prefill": both} if role == "prefill" else {"decode": both}
-    async with start_cluster(tiny, tmp_path, **nodes) as cluster:
+    prefill, decode = (both, ((),)) if role == "prefill" else (((),), both)
+    async with start_cluster(tiny, tmp_path, prefill=prefill, decode=decode) as cluster:
         # Two at once, so that each of the two nodes gets one.
         tasks = [asyncio.create_task(tokens_of(cluster)) for _ in range(2)]
         await cluster.until_held(f"{role}0", 1 if role == "prefill" else N)
