@@ -15,7 +15,7 @@ from tests.router.models import byte_level_tokenizer, vocabulary_of
 TOKENIZER = byte_level_tokenizer()
 VOCABULARY = vocabulary_of(TOKENIZER)
 NUM_IDS = TOKENIZER.get_vocab_size(with_added_tokens=True)
-EOS = TOKENIZER.token_to_id("<|im_end|>")
+EOS = TOKENIZER.encode("<|im_end|>").ids[0]
 LETTERS = {letter: TOKENIZER.encode(letter).ids[0] for letter in "abcdef"}
 
 
@@ -130,8 +130,10 @@ def test_deltas_join_to_the_one_shot_text_cut_at_the_first_stop(
     for chunk in chunks(ids, borders):
         first = max(0, chunk[0] - is_doubled)
         steps.append(sequence.accept(tokens[first : chunk[-1] + 1], frozenset()))
-        shown = joined(steps).text
-        assert sequence.end is not None or decoded(ids[: chunk[-1] + 1]).startswith(shown), "what is not final was sent"
+        so_far = joined(steps).text
+        assert sequence.end is not None or decoded(ids[: chunk[-1] + 1]).startswith(so_far), (
+            "what is not final was sent"
+        )
     shown = joined(steps)
     pieces = pieces_of(ids)
     text, matched = cut(pieces, stops, include=include, num_exempt=min_tokens)

@@ -61,6 +61,8 @@ def allow(request: inference_pb2.GenerateRequest, allowed: set[int], banned: set
 
 TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content="")], tools=["{}"])
 
+TOO_FEW = inference_pb2.StopConditions(max_tokens=3, min_tokens=4)
+
 BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("input", InvalidRequest, lambda r: r.ClearField("text")),
     ("text", InvalidRequest, lambda r: setattr(r, "text", "")),
@@ -123,7 +125,7 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", ""])),
     ("sampling.banned_words[0]", InvalidRequest, lambda r: r.sampling.banned_words.append("a" * 257)),
     ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", "77"])),
-    ("stop.min_tokens", InvalidRequest, lambda r: (setattr(r.stop, "max_tokens", 3), setattr(r.stop, "min_tokens", 4))),
+    ("stop.min_tokens", InvalidRequest, lambda r: r.stop.MergeFrom(TOO_FEW)),
 ]
 
 
@@ -162,9 +164,9 @@ def test_neutral_values_of_unserved_fields_are_accepted(change: Change) -> None:
 
 def leaves(descriptor: Descriptor, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for field in descriptor.fields:
-        is_message = field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type is not None
-        if is_message and not field.message_type.GetOptions().map_entry:
-            yield from leaves(field.message_type, (*path, field.name))
+        inner = field.message_type
+        if inner is not None and not inner.GetOptions().map_entry:
+            yield from leaves(inner, (*path, field.name))
         else:
             yield (*path, field.name)
 
@@ -259,7 +261,7 @@ def test_sampling_arrives_as_it_was_asked_for() -> None:
     sampling = valid.sampling
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -2.0, 2.0)
     assert sampling.logit_bias == ((3, 100.0), (9, -100.0))
-    assert (sampling.allowed_token_ids, sampling.banned_token_ids) == ({3, 9}, {9})
+    assert (sampling.allowed_token_ids, sampling.banned_token_ids) == (frozenset({3, 9}), frozenset({9}))
     assert sampling.banned_sequences == ((47, 48), (97, 48)), "within a word and at its start, each once"
     assert (valid.n, valid.top_logprobs, valid.prompt_logprobs) == (64, 20, True)
     assert (valid.min_tokens, valid.include_stop) == (5, True)
@@ -270,17 +272,18 @@ def test_what_may_be_chosen_before_min_tokens_is_not_only_ends() -> None:
     limits = LengthLimits(64, 100)
     eos = frozenset({2})
 
-    def lengths(allowed: set[int], **stop: object) -> int:
+    def lengths(allowed: set[int], min_tokens: int = 0, stop_ids: tuple[int, ...] = ()) -> int:
         request = text_request()
         request.sampling.allowed_token_ids.extend(allowed)
-        request.stop.MergeFrom(inference_pb2.StopConditions(**stop))
+        request.stop.min_tokens = min_tokens
+        request.stop.stop_token_ids.extend(stop_ids)
         return resolve_lengths(10, checked(request), limits, eos, 100)
 
     assert lengths({2, 5}, min_tokens=1) == 54
     assert lengths({2}) == 54
-    for allowed, stops in (({2}, []), ({2, 5}, [5])):
+    for allowed, stops in (({2}, ()), ({2, 5}, (5,))):
         with pytest.raises(InvalidRequest) as caught:
-            lengths(allowed, min_tokens=1, stop_token_ids=stops)
+            lengths(allowed, min_tokens=1, stop_ids=stops)
         assert caught.value.field == "stop.min_tokens"
     with pytest.raises(InvalidRequest, match="can have 54") as caught:
         lengths(set(), min_tokens=55)

@@ -52,9 +52,12 @@ class Family:
         return [ends[index] for index in sorted(ends)]
 
     def answered(self, session: Session, answer: Answer) -> Answer | None:
-        """Take the answer of a session. Return that of the request if this was the last part: its timeline is the answer's."""
+        """Take the answer of a session. Return that of the request if this was the last part: its timeline is the answer's.
+
+        A part that failed never answers, so the answer of a request that failed is never returned.
+        """
         self._answers[session.facts.session_id] = answer
-        if self.error is not None or len(self._answers) < len(self.sessions):
+        if len(self._answers) < len(self.sessions):
             return None
         cached = [part.num_cached_tokens for part in self._answers.values() if part.num_cached_tokens is not None]
         return replace(
