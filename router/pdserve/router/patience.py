@@ -34,14 +34,14 @@ class Patience:
         self._num_pauses = 0
         self._waiting_since_s: float | None = now_s
         self._refusals: dict[Incarnation, LegEnded] = {}
-        self.last_cause = ""
+        self.last_cause = self._last_detail = ""
 
     def fork(self) -> "Patience":
         """Return a copy for a session that takes over some of the sequences: it has learnt, and waited, as much."""
         copy = Patience(self._limits, 0.0)
         copy.num_failures, copy._num_pauses = self.num_failures, self._num_pauses
         copy._waiting_since_s, copy._refusals = self._waiting_since_s, dict(self._refusals)
-        copy.last_cause = self.last_cause
+        copy.last_cause, copy._last_detail = self.last_cause, self._last_detail
         return copy
 
     @property
@@ -75,9 +75,12 @@ class Patience:
         """A node can never serve the request."""
         self._refusals[event.node] = event
 
-    def attempt_ended(self, outcome: LegOutcome, cause: str, now_s: float) -> None:
-        """Count the end of an attempt. Only failures count towards the bound; the wait for other ends adds up."""
-        self.last_cause = cause
+    def attempt_ended(self, outcome: LegOutcome, cause: str, now_s: float, detail: str = "") -> None:
+        """Count the end of an attempt. Only failures count towards the bound; the wait for other ends adds up.
+
+        `cause` is a stable name, `detail` what the node said besides, for the client.
+        """
+        self.last_cause, self._last_detail = cause, detail
         if outcome in NOT_FAILURES:
             self._num_pauses += outcome is not LegOutcome.REFUSED
             self._waiting_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
@@ -88,7 +91,9 @@ class Patience:
 
     def exhausted_error(self) -> PdserveError:
         """Return the error after the last allowed attempt."""
-        return AttemptsExhausted(f"{self.num_failures} attempts failed; the last: {self.last_cause}")
+        return AttemptsExhausted(
+            f"{self.num_failures} attempts failed; the last: {self.last_cause}", hint=self._last_detail
+        )
 
     def refusal_error(self, error: PdserveError) -> PdserveError:
         """Return what the client is told when placement gives up: a node's own reason, if one refused."""

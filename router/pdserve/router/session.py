@@ -331,7 +331,8 @@ class Session:
         is_adopted = self.state is SessionState.DECODING
         is_alone = self._placed is not None and self._placed.decode is None
         if event.outcome is not LegOutcome.FINISHED:
-            self._end_attempt(event.outcome, event.reason or event.outcome.name.lower(), now_s)
+            cause = event.reason or event.outcome.name.lower()
+            self._end_attempt(event.outcome, cause, now_s, event.detail)
         elif is_adopted or is_alone:
             self._end_attempt(LegOutcome.FAILED, f"{leg.role.label}_incomplete", now_s)
 
@@ -367,7 +368,7 @@ class Session:
 
     # ---- the end of an attempt, and of the session
 
-    def _end_attempt(self, outcome: LegOutcome, cause: str, now_s: float) -> None:
+    def _end_attempt(self, outcome: LegOutcome, cause: str, now_s: float, detail: str = "") -> None:
         if not self.life.advance(SessionMove.END_ATTEMPT, now_s):
             return
         self._out += self.legs.cancel(f"attempt ended: {cause}")
@@ -378,7 +379,7 @@ class Session:
         if outcome is LegOutcome.CANCELLED and self._is_deadline_near(now_s):
             self._fail(DeadlineExceeded("the deadline passed"), now_s)
             return
-        self.patience.attempt_ended(outcome, cause, now_s)
+        self.patience.attempt_ended(outcome, cause, now_s, detail)
         if self.patience.is_exhausted:
             self._fail(self.patience.exhausted_error(), now_s)
             return
