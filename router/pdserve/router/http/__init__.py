@@ -2,6 +2,6 @@
 
 A body is parsed by `completion_request` or `chat_request` into the `GenerateCall` that a gRPC request becomes too; checks,
 admission and sessions lie behind `router.answering`, so nothing is validated twice. `completion_shape` and `chat_shape` give the
-answer its form, `answer` writes it, whole or as server-sent events, and `errors` gives every error its status. `app` has the paths,
-`guard` the keys and request ids, `listener` the port. This room does not decide anything about tokens.
+answer its form, `answer` writes it, whole or as server-sent events, and `errors` gives every error its status. `app` has the
+paths, `guard` the keys and request ids, `listener` the port. This room does not decide anything about tokens.
 """

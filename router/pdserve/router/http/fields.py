@@ -259,9 +259,9 @@ def parse(kind: type[M], body: JsonObject) -> M:
         return kind.model_validate(given)
     except ValidationError as error:
         detail = error.errors()[0]
-        path = _path(detail["loc"])
-        if detail["type"] == "extra_forbidden":
-            path = ".".join(map(str, detail["loc"]))
+        is_unknown = detail["type"] == "extra_forbidden"
+        path = _path(detail["loc"], any_name=is_unknown)
+        if is_unknown:
             known = did_you_mean(path, [*kind.model_fields, *NEUTRAL])
             raise NotServed(f"{path} is not a known field{known}", hint="leave it out", field=path) from None
         words = str(detail["msg"]).removeprefix("Value error, ")
@@ -323,12 +323,12 @@ def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(name), bias) for name, bias in given.items()))
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _path(loc: tuple[int | str, ...], *, any_name: bool) -> str:
     """Return pydantic's location as people write it; what it adds to tell apart the members of a union is left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "dict", "list"):
+        elif any_name or (part.isidentifier() and part not in ("str", "dict", "list")):
             path += f".{part}" if path else part
     return path or "body"
