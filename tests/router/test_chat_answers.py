@@ -99,6 +99,11 @@ def test_raw_output_shows_the_markers_too(tmp_path: Path) -> None:
     assert answered(served, ChatInput((USER,), tools=TOOLS, parse_output=False), text) == Heard(text)
 
 
+def test_without_tools_markers_of_calls_stay_hidden(tmp_path: Path) -> None:
+    served = model(tmp_path / "m", MISTRAL, MARKERS)
+    assert answered(served, ChatInput((USER,)), "a[TOOL_CALLS]b").content == "ab"
+
+
 def test_other_special_tokens_stay_hidden(tmp_path: Path) -> None:
     served = model(tmp_path / "m", MISTRAL, MARKERS)
     assert answered(served, CHAT, f"a<|im_start|>b<|python_tag|>[TOOL_CALLS] [{CALL}]").content == "ab"

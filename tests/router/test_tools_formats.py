@@ -30,6 +30,7 @@ WELL_FORMED = [
     ("hermes", f'<tool_call>{{"arguments": {ADD[1]}, "name": "add"}}</tool_call>', "", (ADD,)),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", (("now", "{}"),)),
     ("hermes", f"<tool_call>{call_text(*ADD)}", "", (ADD,)),
+    ("hermes", f"<tool_call>{call_text(*ADD)}\n<tool_call>{call_text(*WEATHER)}", "", (ADD, WEATHER)),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"t": "</tool_call> {\\"}"}}</tool_call>', "",
      (("add", '{"t": "</tool_call> {\\"}"}'),)),
     ("hermes", "2 < 3 and <tool_cal> is no marker", "2 < 3 and <tool_cal> is no marker", ()),

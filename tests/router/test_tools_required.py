@@ -2,20 +2,25 @@
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import jsonschema
 import pytest
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.work import GrammarKind
 from pdserve.grammar.compiling import compile_grammar
 from pdserve.grammar.vocabulary import GrammarVocabulary, load_vocabulary
 from pdserve.router.chat.door import checked_chat
 from pdserve.router.chat.formats import AnswerFormats
 from pdserve.router.chat.tool_grammar import tool_grammar
-from pdserve.router.request import ChatInput, ChatTurn, ToolMode, ValidChat
+from pdserve.router.pb import parse_generate
+from pdserve.router.request import ChatInput, ChatTurn, ToolMode, ValidChat, ValidRequest
 from pdserve.router.tokenizer import load_text_model
+from pdserve.router.validation import ServedModel, validate
+from pdserve.v1 import inference_pb2
 from tests.router.answers import Heard, read
 from tests.router.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
 from tests.router.models import byte_level_tokenizer, write_model_folder
@@ -136,3 +141,60 @@ def test_a_call_that_was_cut_short_is_told_as_far_as_it_goes() -> None:
     assert reader is not None
     whole = read(reader, ['{"name": "weather", "arguments": {"unit": "'])
     assert Heard(whole.content, "", whole.calls) == Heard("", "", (("weather", '{"unit": "'),))
+
+
+@pytest.mark.parametrize("depth", [50, 300, 600, 900])
+def test_deeply_nested_parameters_are_served_or_refused_by_name(depth: int) -> None:
+    nested = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {nested}}}}}'
+    try:
+        tool_grammar(chat(ToolMode.REQUIRED, tools=(tool,)), "hermes")
+    except InvalidRequest as error:
+        assert error.field in ("chat.tools", "chat.tools[0]")
+        assert depth > 50
+
+
+COMBINED: list[tuple[str, Callable[[inference_pb2.GenerateRequest], object]]] = [
+    ("chat.tool_choice", lambda r: setattr(r.structured_output, "regex", "a")),
+    ("stop.min_tokens", lambda r: setattr(r.stop, "min_tokens", 1)),
+    ("stop.ignore_eos", lambda r: setattr(r.stop, "ignore_eos", True)),
+    ("sampling.allowed_token_ids", lambda r: r.sampling.allowed_token_ids.append(1)),
+    ("chat.tool_choice.mode", lambda r: setattr(r.chat.tool_choice, "mode", 77)),
+    ("chat.tool_choice.name", lambda r: setattr(r.chat.tool_choice, "name", "move")),
+    ("chat.tools", lambda r: r.chat.ClearField("tools") or r.chat.tools.append(tool_of("x" * 250_000))),
+]
+
+
+def tool_of(text: str) -> str:
+    return json.dumps({"type": "function", "function": {"name": "f", "parameters": {"description": text}}})
+
+
+def request() -> inference_pb2.GenerateRequest:
+    made = inference_pb2.GenerateRequest()
+    made.chat.messages.add(role="user", content="hi")
+    made.chat.tools.extend(TOOLS)
+    made.chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_REQUIRED
+    return made
+
+
+def validated(made: inference_pb2.GenerateRequest) -> ValidRequest:
+    model = ServedModel("m", 300, has_chat_template=True, encode_word=lambda _: frozenset(), tool_format="hermes")
+    return validate(parse_generate(made.SerializeToString(), 1 << 20), model)
+
+
+def test_a_call_that_must_be_made_binds_the_answer() -> None:
+    made = request()
+    assert validated(made).sampling.grammar == tool_grammar(chat(ToolMode.REQUIRED), "hermes")
+    made.chat.tool_choice.mode = inference_pb2.ToolChoice.MODE_AUTO
+    assert validated(made).sampling.grammar is None
+
+
+@pytest.mark.parametrize(("field", "change"), COMBINED)
+def test_what_cannot_go_with_a_call_that_must_be_made_is_named(
+    field: str, change: Callable[[inference_pb2.GenerateRequest], object]
+) -> None:
+    made = request()
+    change(made)
+    with pytest.raises(InvalidRequest) as caught:
+        validated(made)
+    assert caught.value.field == field

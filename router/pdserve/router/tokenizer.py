@@ -106,7 +106,7 @@ class TextModel:
                 self.detokenizer(), request.stop, include_stop=request.include_stop, min_tokens=request.min_tokens
             )
         end = self.tokenizer.decode(list(prompt_ids[-MAX_END_TOKENS:]), skip_special_tokens=False)
-        markers = self.vocabulary.special_ids_of(self.formats.markers)
+        markers = self.vocabulary.special_ids_of(self.formats.markers(given))
         return OutputText(
             self.vocabulary.detokenizer(markers),
             request.stop,

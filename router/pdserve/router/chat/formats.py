@@ -24,10 +24,9 @@ class AnswerFormats:
     tools: str | None = None
     thinks: bool = False
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that show even where the vocabulary has them as special tokens."""
-        calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
+    def markers(self, chat: ValidChat) -> tuple[str, ...]:
+        """Return the texts that show even where the vocabulary has them as special tokens."""
+        calls = TOOL_FORMATS[self.tools].markers if self.tools is not None and chat.shown_tools else ()
         return (*calls, *(ThinkReasoning.markers if self.thinks else ()))
 
     def reader(self, chat: ValidChat, prompt_end: str) -> AnswerReader | None:

@@ -7,6 +7,7 @@ reasoning has it closed first: an answer that must be a call has no room for it.
 import json
 from collections.abc import Mapping
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.work import Grammar, GrammarKind
 from pdserve.router.request import Tool, ToolMode, ValidChat
 
@@ -20,16 +21,23 @@ def must_call(chat: ValidChat) -> bool:
 
 
 def tool_grammar(chat: ValidChat, tool_format: str | None) -> Grammar | None:
-    """Return the language of an answer that must call a tool; None if it need not."""
+    """Return the language of an answer that must call a tool, or None. Raises InvalidRequest if a schema nests too deeply."""
     if not must_call(chat):
         return None
+    try:
+        return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_answer_schema(chat, tool_format), ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequest(
+            "the parameters of a tool are nested too deeply", hint="flatten them", field="chat.tools"
+        ) from None
+
+
+def _answer_schema(chat: ValidChat, tool_format: str | None) -> dict[str, object]:
     callable_tools = [tool for tool in chat.tools if chat.tool_mode is ToolMode.REQUIRED or tool.name == chat.tool_name]
     key = "parameters" if tool_format == "llama3" else "arguments"
     if len(callable_tools) == 1:
-        schema = _call_schema(callable_tools[0], key, "#")
-    else:
-        schema = {"anyOf": [_call_schema(tool, key, f"#/anyOf/{i}") for i, tool in enumerate(callable_tools)]}
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        return _call_schema(callable_tools[0], key, "#")
+    return {"anyOf": [_call_schema(tool, key, f"#/anyOf/{i}") for i, tool in enumerate(callable_tools)]}
 
 
 def _call_schema(tool: Tool, key: str, place: str) -> dict[str, object]:
