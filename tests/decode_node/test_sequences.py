@@ -248,6 +248,19 @@ def test_growth_is_kept_free_for_every_sequence() -> None:
     assert kinds(target.grant_waiting(0.5)) == [GrantTransfer]
 
 
+def test_load_is_told_in_requests_not_in_sequences() -> None:
+    target = scheduler(batch=2)
+    target.submit(work(3, prompt=10, sequences=3), 0.0)
+    for number in (1, 2):
+        adopt(target, number, prompt=10, sequences=3)
+    assert (target.num_waiting, target.num_running) == (3, 0)
+    made = plan(target)
+    assert (target.num_waiting, target.num_running) == (2, 1)
+    target.cancel(leg(1), LegOutcome.CANCELLED, "client", 1.0)
+    assert (target.num_waiting, target.num_running) == (2, 0)
+    done(target, made)
+
+
 def test_a_leg_is_evicted_as_a_whole() -> None:
     target = scheduler(blocks=12)
     adopt(target, 1, prompt=10, max_tokens=9, sequences=2)

@@ -113,13 +113,17 @@ class Pair:
         """Return when `holds`, looking whenever a node said something."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                self.prefill.take()
-                self.decode.take()
+                self._take()
                 self.on_progress()
                 if holds():
+                    self._take()
                     return
                 await self.progress.wait()
                 self.progress.clear()
+
+    def _take(self) -> None:
+        self.prefill.take()
+        self.decode.take()
 
     async def finish(self) -> None:
         """Return when every leg is released on both nodes."""

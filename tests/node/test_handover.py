@@ -116,6 +116,20 @@ async def test_each_sequence_ends_by_its_own_stop_id() -> None:
         assert (await nodes.outputs(stopping))[2] == expected
 
 
+async def test_no_stop_id_is_chosen_before_min_tokens_on_either_node() -> None:
+    """Failure class 10: the first token comes from the prefill node, the others from the decode node."""
+    async with pair() as nodes:
+        free = a_leg(1, prompt_of(13), PLAIN, num_sequences=4)
+        tokens = (await nodes.outputs(free))[1]
+        stops = frozenset(token_id for output in tokens.values() for token_id in output[:4])
+        for session, min_tokens in ((2, 1), (3, 6), (4, NUM_TOKENS)):
+            made = a_leg(session, prompt_of(13), PLAIN, num_sequences=4, stop_token_ids=stops, min_tokens=min_tokens)
+            for output in (await nodes.outputs(made))[session].values():
+                assert len(output) > min_tokens or len(output) == NUM_TOKENS
+                assert not stops & set(output[:min_tokens])
+                assert not stops & set(output[:-1])
+
+
 def cut(output: list[int], stops: frozenset[int]) -> list[int]:
     """Return the output up to and including the first stop id."""
     ends = [index for index, token_id in enumerate(output) if token_id in stops]

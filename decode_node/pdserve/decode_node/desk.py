@@ -33,7 +33,6 @@ from pdserve.node.loading import engine_facts
 from pdserve.node.pb import Peer
 from pdserve.node.reports import ReportEnd, ReportRelease
 
-WAITING_STAGES = (LegStage.EXPECTED, LegStage.WAITING, LegStage.RECEIVING)
 LIVE_STATES = (SequenceState.READY, SequenceState.RUNNING)
 
 
@@ -92,8 +91,8 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
     def load(self) -> Load:
         """Return the present load."""
         return Load(
-            num_waiting=self._scheduler.count_legs(*WAITING_STAGES) + self._scheduler.count(SequenceState.READY),
-            num_running=self._scheduler.count(SequenceState.RUNNING),
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
             num_waiting_tokens=0,
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free,

@@ -252,6 +252,17 @@ class DecodeScheduler:
             instructions += self._let_go(leg, now_s)
         return instructions
 
+    @property
+    def num_running(self) -> int:
+        """Legs with a sequence in the batch."""
+        running = {sequence.work.leg for sequence in self._sequences(SequenceState.RUNNING)}
+        return len(running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Legs of which nothing runs yet."""
+        return len(self._legs) - self.num_running - self.count_legs(LegStage.CLOSING)
+
     def count_legs(self, *stages: LegStage) -> int:
         """Return the number of legs at any of `stages`."""
         return sum(leg.stage in stages for leg in self._legs.values())
