@@ -90,13 +90,16 @@ class HoldingChannel:
         self._releases.clear()
 
     def gauges(self) -> dict[str, float]:
-        """Return how many frames are held, and the transport's gauges."""
-        return {**self._inner.gauges(), "kv_held_frames": self._num_held}
+        """Return how many frames are held, here and further in, and the transport's other gauges."""
+        inner = self._inner.gauges()
+        return {**inner, "kv_held_frames": self._num_held + inner.get("kv_held_frames", 0)}
 
     def next_due_s(self) -> float | None:
-        """Return when the next frame or buffer is due."""
+        """Return when the next frame or buffer is due, here or further in."""
         due = [self._held[0].due_s] if self._held else []
         due += [self._releases[0][0]] if self._releases else []
+        if isinstance(self._inner, HoldingChannel) and (inner_s := self._inner.next_due_s()) is not None:
+            due.append(inner_s)
         return min(due, default=None)
 
     def _can_hold(self, route: Route) -> bool:
