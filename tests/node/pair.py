@@ -19,7 +19,7 @@ from tests.node.works import ROUTER
 
 DEADLINE_S = 30.0
 PREFILL_BLOCK_SIZE, DECODE_BLOCK_SIZE = 4, 5
-LEAK_GAUGES = ("blocks.used", "blocks.reserved", "bound_transfers", "kv_transfers", "kv_staging_bytes")
+LEAK_GAUGES = ("blocks.used", "blocks.reserved", "bound_transfers", "kv_transfers", "kv_staging_bytes", "constraints")
 
 
 @dataclass

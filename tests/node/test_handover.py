@@ -14,7 +14,9 @@ from pdserve.core.work import Sampling, Work
 from pdserve.decode_node.desk import DecodeDesk
 from pdserve.decode_node.leg import LegStage
 from pdserve.engine.attention import ATTENTION_NAME
-from tests.engine.small import model_of, prompt_of
+from pdserve.engine.batch import Chosen, SequenceChunk
+from pdserve.kernels.logits import RowState, SampledRow
+from tests.engine.small import model_of, prompt_of, small_engine
 from tests.node.pair import Pair, pair
 from tests.node.works import leg, transfer, work
 
@@ -51,12 +53,29 @@ async def single_runs(nodes: Pair, made: Work) -> dict[int, list[int]]:
     return outputs
 
 
+def straight(made: Work, sequence: int) -> list[int]:
+    """Return the tokens of a sequence from one engine, without nodes: the whole context at once, then token by token."""
+    engine, output = small_engine(block_size=16, num_blocks=4), list[int]()
+    state = RowState(made.sampling, made.prompt_ids, (), made.stop_token_ids, made.min_tokens)
+    tokens, start = made.prompt_ids, 0
+    while len(output) < NUM_TOKENS:
+        row = SampledRow(made.sampling, sequence, len(output), 0, state)
+        [choice] = engine.step([SequenceChunk(tokens, start, range(4), (row,))]).chunks[0].choices
+        assert isinstance(choice, Chosen)
+        output.append(choice.token_id)
+        state.accept(choice.token_id)
+        start += len(tokens)
+        tokens = (choice.token_id,)
+    return output
+
+
 @pytest.mark.parametrize("sampling", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 async def test_four_sequences_give_the_tokens_of_four_single_runs(sampling: Sampling) -> None:
     async with pair() as nodes:
         for session, length in enumerate((13, 15, 3)):  # the decode node's blocks have 5 positions
             together = a_leg(session, prompt_of(length), sampling, num_sequences=4, min_tokens=5)
             singles = await single_runs(nodes, together)
+            assert singles == {sequence: straight(together, sequence) for sequence in range(4)}
             assert len({tuple(tokens) for tokens in singles.values()}) == 4, "seeds tell"
             before = [nodes.prefill.desk.gauges()["forwards"], nodes.decode.desk.gauges()["decode.copied_total"]]
             assert (await nodes.outputs(together))[session] == singles
