@@ -26,7 +26,7 @@ def body_of(path: str, **fields: Any) -> Json:
 @asynccontextmanager
 async def http_stage(folder: Path, **given: Any) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
     """A router between ready scripted nodes, and a client of its HTTP port; nothing may be left at the end."""
-    async with start_stage(folder, http_port="0", **given) as stage:
+    async with start_stage(folder, **{"http_port": "0", **given}) as stage:
         await stage.until("ready", 2)
         assert stage.router.http is not None
         address = f"http://127.0.0.1:{stage.router.http.port}"
