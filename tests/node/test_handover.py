@@ -233,6 +233,39 @@ async def test_an_evicted_leg_resumes_as_a_leg_for_each_sequence_with_the_same_t
             assert tokens + rest == expected[sequence]
 
 
+@pytest.mark.parametrize("after", [1, 2, 6])
+async def test_a_leg_is_handed_back_twice_and_each_sequence_goes_on_exactly(after: int) -> None:
+    """Failure class 9: right after adoption (the first token is all there is), after one more, and in the middle."""
+    async with pair() as nodes:
+        made = a_leg(1, prompt_of(13), EVERYTHING, num_sequences=2, min_tokens=8)
+        expected = await single_runs(nodes, made)
+        nodes.on_progress = HandBack(nodes, 1, after)
+        done = (await nodes.outputs(made))[1]
+        assert nodes.decode.of(1).outcome == "DRAINED"
+        for sequence, first_part in done.items():
+            tokens = first_part
+            for session in (20 + sequence, 30 + sequence):
+                assert after <= len(tokens) < NUM_TOKENS
+                assert tokens == expected[sequence][: len(tokens)]
+                changes = {"first_sequence": sequence, "output_ids": tuple(tokens), "min_tokens": 8}
+                nodes.on_progress = HandBack(nodes, session, 2) if session < 30 else lambda: None
+                resumed = a_leg(session, prompt_of(13), EVERYTHING, **changes)
+                tokens = tokens + (await nodes.outputs(resumed))[session][sequence]
+            assert tokens == expected[sequence]
+
+
+class HandBack:
+    """Drains a leg from the decode node once each of its sequences has so many tokens there."""
+
+    def __init__(self, nodes: Pair, session: int, after: int) -> None:
+        self._nodes, self._session, self._after = nodes, session, after
+
+    def __call__(self) -> None:
+        seen = self._nodes.decode.of(self._session).tokens.values()
+        if seen and min(map(len, seen)) >= self._after and self._nodes.decode.legs.is_open(leg(self._session)):
+            self._nodes.decode.desk.drain(leg(self._session))
+
+
 class StartTogether:
     """Lets no sequence run before all legs are adopted, so that what follows depends on no speed."""
 
