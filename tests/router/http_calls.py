@@ -46,9 +46,8 @@ async def play(stage: Stage, *sequences: Sequence[int]) -> node_pb2.Submit:
         for number, ids in enumerate(sequences)
     ]
     if submit.prompt_logprobs:
-        ids = submit.prompt_ids[1:]
-        tops = [top_of(submit, token_id, -2.0) for token_id in ids]
-        scores = node_pb2.LegPromptLogprobs(start=1, logprobs=[-2.0] * len(ids), top_logprobs=tops)
+        tops = [top_of(submit, token_id, -2.0) for token_id in submit.prompt_ids[1:]]
+        scores = node_pb2.LegPromptLogprobs(start=1, logprobs=[-2.0] * len(tops), top_logprobs=tops)
         prefill.step(events=[leg(submit, prompt_logprobs=scores)])
     prefill.step(events=[leg(submit, first_token=node_pb2.LegFirstToken(tokens=firsts, num_cached_tokens=0))])
     decode.adopted(submit)
@@ -69,7 +68,7 @@ def tokens_of(submit: node_pb2.Submit, sequence: int, ids: Sequence[int]) -> nod
         token_ids=ids,
         logprobs=[-0.25] * len(ids),
         top_logprobs=[top_of(submit, token_id, -0.25) for token_id in ids] if submit.top_logprobs else [],
-        finish_reason=3,
+        finish_reason=inference_pb2.FINISH_REASON_LENGTH,
     )
 
 
