@@ -1,0 +1,134 @@
+"""What choosing the tokens adds to a decode step of the engine: greedy, with some parameters, and with all of them.
+
+`python -m tests.bench.processors` prints one JSON record. Step and choice are measured in the same run, one engine thread; every
+choice is of all rows of the step, each with a sequence of its own.
+"""
+
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pdserve.core.models import DEFAULT_MODEL, resolve_model_dir
+from pdserve.core.work import Sampling
+from pdserve.engine.batch import Chosen, SequenceChunk
+from pdserve.engine.blocks import BlockPool
+from pdserve.engine.engine import Engine
+from pdserve.kernels.logits import MaskArray, RowState, SampledRow
+from pdserve.kernels.sampling import sample
+from tests.bench.machine import describe_machine, quantile
+
+BATCH = 32
+CONTEXT = 256
+NUM_OUTPUTS = 64
+REPEATS = 15
+END_IDS = frozenset({2})
+PENALTIES = Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
+ALL = Sampling(
+    temperature=0.9,
+    top_k=50,
+    top_p=0.95,
+    min_p=0.02,
+    seed=7,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    logit_bias=tuple((100 + 7 * n, (-1) ** n * 0.5) for n in range(300)),
+    allowed_token_ids=frozenset(range(0, 49152, 12)),
+    banned_token_ids=frozenset(range(5, 20_000, 20)),
+    banned_sequences=tuple((900 + n, 1200 + n) for n in range(256)),
+)
+CASES = {
+    "greedy": Sampling(),
+    "temperature 1": Sampling(temperature=1.0, seed=7),
+    "temperature 0.7": Sampling(temperature=0.7, seed=7),
+    "top_k 50": Sampling(temperature=1.0, top_k=50, seed=7),
+    "top_p 0.95": Sampling(temperature=1.0, top_p=0.95, seed=7),
+    "min_p 0.05": Sampling(temperature=1.0, min_p=0.05, seed=7),
+    "penalties": PENALTIES,
+    "top_p 0.9 at temperature 0.7": Sampling(temperature=0.7, top_p=0.9, seed=7),
+    "all": ALL,
+}
+"""What every row of the step asks for; with `all` also a mask of a grammar, `min_tokens` and 20 alternatives."""
+
+
+class HalfAllowed:
+    """A matcher that costs nothing itself: what a grammar's own library takes is not measured here."""
+
+    is_over = False
+
+    def accept(self, token_id: int) -> None:
+        """Any token is fine."""
+
+    def fill(self, mask: MaskArray) -> None:
+        """Allow every other id."""
+        mask[:] = 0x55555555
+
+
+def processors_cost() -> dict[str, object]:
+    """Measure; ratios are of medians."""
+    engine = Engine.load(
+        resolve_model_dir(DEFAULT_MODEL),
+        dtype="float32",
+        threads=1,
+        block_size=16,
+        num_blocks=BATCH * (CONTEXT // 16 + 2),
+    )
+    pool = BlockPool(engine.num_blocks)
+    leases = [pool.lease(CONTEXT // 16 + 1, str(n)) for n in range(BATCH)]
+    prompts = [tuple((7 * i + n) % 40_000 + 100 for i in range(CONTEXT)) for n in range(BATCH)]
+    greedy = SampledRow(Sampling(), 0, 0)
+    chunks = []
+    for prompt, lease in zip(prompts, leases, strict=True):
+        [[choice]] = [
+            result.choices for result in engine.step([SequenceChunk(prompt, 0, lease.block_ids, (greedy,))]).chunks
+        ]
+        assert isinstance(choice, Chosen)
+        chunks.append(SequenceChunk((choice.token_id,), CONTEXT, lease.block_ids, (greedy,)))
+    # The same step again and again: it writes the same positions.
+    logits = engine.logits(chunks)
+    forward_ms = _median_ms(lambda: engine.logits(chunks))
+    costs = {name: _choice_ms(logits, sampling, prompts, is_full=name == "all") for name, sampling in CASES.items()}
+    return {
+        "batch": BATCH,
+        "vocabulary": engine.vocab_size,
+        "forward_ms": round(forward_ms, 1),
+        "choice_ms": {name: round(cost, 2) for name, cost in costs.items()},
+        "choice_share_of_forward": {name: round(cost / forward_ms, 3) for name, cost in costs.items()},
+        "all_processors_add": round((costs["all"] - costs["greedy"]) / (forward_ms + costs["greedy"]), 3),
+    }
+
+
+def _choice_ms(logits: Tensor, sampling: Sampling, prompts: list[tuple[int, ...]], *, is_full: bool) -> float:
+    rows = [_row(sampling, prompt, n, is_full=is_full) for n, prompt in enumerate(prompts)]
+    return _median_ms(lambda: sample(logits, rows))
+
+
+def _row(sampling: Sampling, prompt: tuple[int, ...], number: int, *, is_full: bool) -> SampledRow:
+    outputs = [(11 * i + 31 * number) % 3000 for i in range(NUM_OUTPUTS)]
+    if not is_full:
+        return SampledRow(sampling, number, NUM_OUTPUTS, state=RowState(sampling, prompt, outputs))
+    state = RowState(sampling, prompt, outputs, END_IDS, NUM_OUTPUTS + 1, HalfAllowed())
+    return SampledRow(sampling, number, NUM_OUTPUTS, 20, state)
+
+
+def _median_ms(work: Callable[[], object]) -> float:
+    work()
+    times = []
+    with torch.inference_mode():
+        for _ in range(REPEATS):
+            began_s = time.perf_counter()
+            work()
+            times.append(1000 * (time.perf_counter() - began_s))
+    return quantile(times, 0.5)
+
+
+def main() -> None:
+    """Print machine, versions and costs."""
+    print(json.dumps({"machine": describe_machine(), "processors": processors_cost()}, indent=2))  # noqa: T201 - the record
+
+
+if __name__ == "__main__":
+    main()
