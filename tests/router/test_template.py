@@ -181,6 +181,14 @@ def test_arguments_of_earlier_calls_that_are_no_json_object_are_named(arguments:
     assert caught.value.field == "chat.messages[1].tool_calls[1].arguments"
 
 
+def test_what_a_turn_does_not_have_is_no_variable_of_its_message() -> None:
+    """Templates ask `is defined`; a None would be written as such."""
+    source = "{{ messages[1] | tojson }}"
+    turns = (USER, turn("assistant", None, tool_calls=(CALL,)))
+    rendered = ChatTemplate(source, TOKENS).render(checked_chat(ChatInput(turns)))
+    assert sorted(json.loads(rendered)) == ["role", "tool_calls"]
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     chat = ChatInput((USER,), tools=(tool(name="f", description="\ud800"),))
     with pytest.raises(InvalidRequest, match="surrogate"):

@@ -161,7 +161,7 @@ COMBINED: list[tuple[str, Callable[[inference_pb2.GenerateRequest], object]]] = 
     ("sampling.allowed_token_ids", lambda r: r.sampling.allowed_token_ids.append(1)),
     ("chat.tool_choice.mode", lambda r: setattr(r.chat.tool_choice, "mode", 77)),
     ("chat.tool_choice.name", lambda r: setattr(r.chat.tool_choice, "name", "move")),
-    ("chat.tools", lambda r: r.chat.ClearField("tools") or r.chat.tools.append(tool_of("x" * 250_000))),
+    ("chat.tools", lambda r: r.chat.tools.append(tool_of("x" * 250_000))),
 ]
 
 
