@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -171,8 +172,14 @@ def end_token_ids(folder: Path) -> frozenset[int]:
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, settle: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
+    """Return `settle` for any thread; what is known at once is settled at once."""
+    owner = threading.get_ident()
+
     def done(outcome: Outcome) -> None:
-        loop.call_soon_threadsafe(settle, outcome)
+        if threading.get_ident() == owner:
+            settle(outcome)
+        else:
+            loop.call_soon_threadsafe(settle, outcome)
 
     return done
 
