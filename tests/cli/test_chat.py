@@ -1,28 +1,16 @@
 """`pdserve chat` as a person at a terminal and as a pipe meet it, against the contract served over real gRPC."""
 
 import asyncio
-import os
-import pty
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from pdserve.cli.exit_codes import ExitCode
 from pdserve.core.errors import Overloaded
 from pdserve.v1 import inference_pb2 as pb
+from tests.cli.terminal import CHAT, DEADLINE_S, terminal_chat
 from tests.client.stub_router import ANSWER, SUMMARY, stub_router
 
-DEADLINE_S = 30.0
-CHAT = (sys.executable, "-P", "-m", "pdserve.cli", "chat")
-FOREGROUND = """
-import fcntl, os, sys, termios
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 CUT = (
     pb.GenerateResponse(deltas=[pb.Delta(text="x", token_ids=[5], logprobs=[-0.5])]),
     pb.GenerateResponse(finished=[pb.Finished(reason=pb.FINISH_REASON_LENGTH)], summary=SUMMARY),
@@ -116,55 +104,6 @@ async def test_interrupt_of_a_pipe_cancels_and_ends() -> None:
             await router.cancelled.wait()
             _, told = await process.communicate()
         assert (process.returncode, told) == (ExitCode.INTERRUPTED, b"error: interrupted\n")
-
-
-class Person:
-    """Someone at a terminal, who types and reads."""
-
-    def __init__(self, terminal: int) -> None:
-        self._terminal = terminal
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._terminal, text.encode())
-
-    async def read_until(self, text: str) -> str:
-        """Read on until `text` comes; return what came before it, and forget it."""
-        loop = asyncio.get_running_loop()
-        while text not in self.seen:
-            readable = loop.create_future()
-            loop.add_reader(self._terminal, readable.set_result, None)
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    await readable
-            except TimeoutError:
-                pytest.fail(f"{text!r} did not come after {self.seen!r}")
-            finally:
-                loop.remove_reader(self._terminal)
-            self.seen += os.read(self._terminal, 4096).decode(errors="replace")
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-
-@asynccontextmanager
-async def terminal_chat(address: str, *arguments: str) -> AsyncIterator[tuple[Person, asyncio.subprocess.Process]]:
-    """Run `pdserve chat` on a terminal of its own, of which it is the foreground: Ctrl-C typed is a signal."""
-    terminal, side = pty.openpty()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", FOREGROUND, *CHAT, "--server", address, *arguments),
-        stdin=side,
-        stdout=side,
-        stderr=side,
-        env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
-    )
-    os.close(side)
-    try:
-        yield Person(terminal), process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(terminal)
 
 
 @pytest.mark.asyncio

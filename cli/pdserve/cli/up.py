@@ -28,6 +28,9 @@ def up(
         str, typer.Option(metavar="INTEGER", envvar="PDSERVE_UP_DECODE", help="Decode nodes, 1 to 64.")
     ] = "1",
     port: Annotated[Text, typer.Option(metavar="INTEGER", help="Router's port; 0: a free one. Default: 50051.")] = None,
+    http_port: Annotated[
+        Text, typer.Option(metavar="INTEGER", help="Router's HTTP port; 0: a free one; off: none. Default: 8000.")
+    ] = None,
     threads: Annotated[Text, typer.Option(metavar="INTEGER", help="Engine threads of every node.")] = None,
     block_size: Annotated[Text, typer.Option(metavar="INTEGER", help="Token positions per KV block.")] = None,
     kv_blocks: Annotated[Text, typer.Option(metavar="INTEGER", help="KV blocks of every node.")] = None,
@@ -54,6 +57,7 @@ def up(
     named = {
         "model": model,
         "port": port,
+        "http_port": http_port,
         "threads": threads,
         "block_size": block_size,
         "kv_blocks": kv_blocks,

@@ -1,0 +1,68 @@
+"""`pdserve chat` on a real (pseudo) terminal, and someone who sits at it."""
+
+import asyncio
+import os
+import pty
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+DEADLINE_S = 30.0
+CHAT = (sys.executable, "-P", "-m", "pdserve.cli", "chat")
+FOREGROUND = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Person:
+    """Someone at a terminal, who types and reads."""
+
+    def __init__(self, terminal: int) -> None:
+        self._terminal = terminal
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    async def read_until(self, text: str) -> str:
+        """Read on until `text` comes; return what came before it, and forget it."""
+        loop = asyncio.get_running_loop()
+        while text not in self.seen:
+            readable = loop.create_future()
+            loop.add_reader(self._terminal, readable.set_result, None)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await readable
+            except TimeoutError:
+                pytest.fail(f"{text!r} did not come after {self.seen!r}")
+            finally:
+                loop.remove_reader(self._terminal)
+            self.seen += os.read(self._terminal, 4096).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+
+@asynccontextmanager
+async def terminal_chat(address: str, *arguments: str) -> AsyncIterator[tuple[Person, asyncio.subprocess.Process]]:
+    """Run `pdserve chat` on a terminal of its own, of which it is the foreground: Ctrl-C typed is a signal."""
+    terminal, side = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", FOREGROUND, *CHAT, "--server", address, *arguments),
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=os.environ | {"TERM": "dumb", "COLUMNS": "200"},
+    )
+    os.close(side)
+    try:
+        yield Person(terminal), process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(terminal)
