@@ -7,8 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node decode_node router client cli
 MODEL := smollm2-135m-instruct
+BASE_URL := http://127.0.0.1:8000/v1
 
-.PHONY: help setup model check test proto goldens demo bench clean
+.PHONY: help setup model check test proto goldens demo bench outside clean
 
 help: ## show the targets
 > @grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +52,10 @@ demo: setup ## a streamed answer through router, prefill and decode processes
 bench: setup model ## the record: decode rate, TTFT, ITL, cancel and idle figures
 > $(BIN)/python -m tests.bench
 
+outside: ## ask a running router (BASE_URL) everything with OpenAI's own client, from an environment of its own
+> [ -x .venv-openai/bin/python ] || { $(PYTHON) -m venv .venv-openai && .venv-openai/bin/pip install --quiet openai jsonschema; }
+> .venv-openai/bin/python examples/openai_check.py --base-url $(BASE_URL)
+
 clean: ## remove .venv and caches (the model cache stays)
-> rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
+> rm -rf $(VENV) .venv-openai .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist
 > find . -name __pycache__ -type d -prune -exec rm -rf {} +
