@@ -119,6 +119,17 @@ def test_hidden_tools_are_not_rendered() -> None:
         assert ChatTemplate(template, TOKENS).render(checked_chat(chat)) == oracle(template, ChatInput((USER,)))
 
 
+def test_a_template_that_shows_tools_in_some_turns_only_is_not_refused_in_the_others() -> None:
+    """A conversation with tools must not break at the turn whose prompt does not show them."""
+    shows_first = "{% if messages | length == 1 %}{{ tools }}{% endif %}{{ messages[-1].content }}"
+    chat = checked_chat(ChatInput((USER, ASSISTANT, USER), tools=TOOLS))
+    assert ChatTemplate(shows_first, TOKENS).render(chat) == "hi there"
+    shows_later = "{% if messages | length > 1 %}{{ tools }}{% endif %}{{ messages[-1].content }}"
+    template = ChatTemplate(shows_later, TOKENS)
+    assert "get_weather" in template.render(chat)
+    assert template.render(checked_chat(ChatInput((USER,), tools=TOOLS))) == "hi there"
+
+
 def turn(role: str = "user", content: str | None = "x", **rest: Any) -> ChatTurn:
     return ChatTurn(role, content, **rest)
 

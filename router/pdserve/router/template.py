@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from pdserve.core.errors import InvalidRequest, ModelUnavailable
 from pdserve.router.chat.messages import template_messages
-from pdserve.router.request import ValidChat
+from pdserve.router.request import ChatTurn, ValidChat
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOOLS_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
@@ -26,6 +26,8 @@ CONFIG_FILE = "tokenizer_config.json"
 RENDER_LIMIT_S = 5.0
 MAX_RENDERED_CHARS = 8 << 20
 MAX_REASON_CHARS = 300
+Messages = list[dict[str, object]]
+Tools = list[dict[Any, Any] | Callable[..., Any]]
 TEMPLATE_FRAMES = "<template>"
 """File name that Jinja gives to the code of templates."""
 
@@ -43,14 +45,15 @@ class ChatTemplate:
         self.source, self.tools_source = source, tools_source or source
         self._special_tokens: dict[str, object] = dict(special_tokens)
         self._now_s = now_s
+        self._knows_tools = False
 
     def render(self, chat: ValidChat) -> str:
         """Return the prompt text. Raises InvalidRequest if the template does not accept the conversation, or shows no tools."""
         messages = template_messages(chat.turns)
-        tools: list[dict[Any, Any] | Callable[..., Any]] = [dict(tool.definition) for tool in chat.shown_tools]
+        tools: Tools = [dict(tool.definition) for tool in chat.shown_tools]
         with _limited(RENDER_LIMIT_S, self._now_s):
             text = self._rendered(chat, messages, tools)
-            if tools and self._rendered(chat, messages, []) == text:
+            if tools and not self._knows(tools, text, chat, messages):
                 raise InvalidRequest(
                     "the model's chat template shows the model no tools",
                     hint="leave tools empty, or serve a model or a --chat-template that knows tools",
@@ -60,9 +63,24 @@ class ChatTemplate:
             raise _refusal(f"it makes {len(text)} characters of it, more than {MAX_RENDERED_CHARS}")
         return text
 
-    def _rendered(
-        self, chat: ValidChat, messages: list[dict[str, object]], tools: list[dict[Any, Any] | Callable[..., Any]]
-    ) -> str:
+    def _knows(self, tools: Tools, text: str, chat: ValidChat, messages: Messages) -> bool:
+        """Whether the template shows tools: in this conversation, whose prompt is `text`, or else in the shortest one.
+
+        A template may show them in some turns only; the next turn of a conversation must not be refused for that. What was seen
+        once is remembered.
+        """
+        if not self._knows_tools:
+            shortest = ValidChat((ChatTurn("user", "hi"),))
+            try:
+                self._knows_tools = text != self._rendered(chat, messages, []) or (
+                    self._rendered(shortest, template_messages(shortest.turns), tools)
+                    != self._rendered(shortest, template_messages(shortest.turns), [])
+                )
+            except InvalidRequest:
+                return False
+        return self._knows_tools
+
+    def _rendered(self, chat: ValidChat, messages: Messages, tools: Tools) -> str:
         try:
             # transformers annotates the result as text; it is a pair of lists.
             rendered: Any = render_jinja_template(

@@ -29,8 +29,11 @@ class ThinkReasoning:
         """Take the next piece; return the (reasoning, rest) that it led to."""
         if self._feed == self._behind:
             return "", text
-        for char in text:
-            self._feed(char)
+        if self._feed == self._in_reasoning and self._inside.skips(text):
+            self._add(text)
+        else:
+            for char in text:
+                self._feed(char)
         return self._take()
 
     def finish(self) -> tuple[str, str]:
