@@ -174,6 +174,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "if": ('{"if": {"type": "integer"}, "then": {"minimum": 3}}', "if"),
     "contains": ('{"type": "array", "contains": {"const": 1}}', "contains"),
     "minContains": ('{"type": "array", "contains": {"const": 1}, "minContains": 2}', "minContains"),
+    "maxContains": ('{"type": "array", "contains": {"const": 1}, "maxContains": 2}', "maxContains"),
+    "unevaluatedItems": ('{"type": "array", "unevaluatedItems": false}', "unevaluatedItems"),
     "uniqueItems": ('{"type": "array", "uniqueItems": true}', "uniqueItems"),
     "propertyNames": ('{"type": "object", "propertyNames": {"maxLength": 2}}', "propertyNames"),
     "dependentRequired": ('{"type": "object", "dependentRequired": {"a": ["b"]}}', "dependentRequired"),

@@ -26,7 +26,7 @@ class GrammarMatcher:
         if self._fault:
             return
         if not self._matcher.consume_token(token_id):
-            self._fault = f"token {token_id} does not follow: {self._reason() or 'the answer was complete'}"
+            self._fault = f"after token {token_id}: {self._reason() or 'the answer was complete'}"
 
     def fill(self, mask: MaskArray) -> None:
         """Set the bits of the tokens that may follow in `mask` [ceil(vocabulary / 32)]; a complete answer allows its end tokens.
