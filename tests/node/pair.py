@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from pdserve.core.clock import SystemClock
 from pdserve.core.ids import Incarnation, LegKey, new_incarnation
 from pdserve.core.settings import DecodeSettings, PrefillSettings, load_settings
@@ -153,6 +155,7 @@ class Pair:
 @asynccontextmanager
 async def pair(*, blocks: int = 64, batch: int = 16, growth: int = 0, budget: int = 7) -> AsyncIterator[Pair]:
     """Yield two connected nodes; at the end nothing may be left of any leg, and the books must agree."""
+    torch.set_num_threads(1)  # two engines step at once, and their tensors are tiny
     progress, clock = asyncio.Event(), SystemClock()
 
     def prefill_desk(incarnation: Incarnation, legs: Legs) -> PrefillDesk:
