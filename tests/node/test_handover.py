@@ -5,6 +5,7 @@ with transformers' own.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve.decode_node.desk import DecodeDesk
 from pdserve.decode_node.leg import LegStage
 from pdserve.engine.attention import ATTENTION_NAME
 from pdserve.engine.batch import Chosen, SequenceChunk
+from pdserve.engine.engine import Engine
 from pdserve.kernels.logits import RowState, SampledRow
 from tests.engine.small import model_of, prompt_of, small_engine
 from tests.node.pair import Pair, pair
@@ -53,9 +55,14 @@ async def single_runs(nodes: Pair, made: Work) -> dict[int, list[int]]:
     return outputs
 
 
+@cache
+def lone_engine() -> Engine:
+    return small_engine(block_size=16, num_blocks=4)
+
+
 def straight(made: Work, sequence: int) -> list[int]:
     """Return the tokens of a sequence from one engine, without nodes: the whole context at once, then token by token."""
-    engine, output = small_engine(block_size=16, num_blocks=4), list[int]()
+    engine, output = lone_engine(), list[int]()
     state = RowState(made.sampling, made.prompt_ids, (), made.stop_token_ids, made.min_tokens)
     tokens, start = made.prompt_ids, 0
     while len(output) < NUM_TOKENS:
