@@ -44,6 +44,7 @@ class ScriptedNode:
     num_refused: int = 0
     num_beats: int = 0
     port: int = 0
+    spoken: list[node_pb2.StepOutput] = field(default_factory=list)
     heard: "asyncio.Queue[node_pb2.AttachRequest]" = field(default_factory=asyncio.Queue)
     _words: "asyncio.Queue[node_pb2.AttachResponse | None]" = field(default_factory=asyncio.Queue)
     _server: grpc.aio.Server | None = None
@@ -134,28 +135,48 @@ class ScriptedNode:
         self._words.put_nowait(node_pb2.AttachResponse(**message))
 
     def step(self, tokens: Iterable[node_pb2.SequenceTokens] = (), events: Iterable[node_pb2.LegEvent] = ()) -> None:
-        """Send what happened in one step."""
-        self.say(step=node_pb2.StepOutput(tokens=tokens, events=events))
+        """Send what happened in one step, and keep it."""
+        self.spoken.append(node_pb2.StepOutput(tokens=tokens, events=events))
+        self.say(step=self.spoken[-1])
 
     def first_token(self, submit: node_pb2.Submit, token_id: int) -> None:
         token = node_pb2.FirstToken(index=len(submit.output_ids), token_id=token_id, logprob=-0.5)
         event = node_pb2.LegFirstToken(tokens=[token], num_cached_tokens=0, durations_s={"prefill.compute": 0.0})
         self.step(events=[leg(submit, first_token=event)])
 
+    def first_tokens(self, submit: node_pb2.Submit, ids: Iterable[int], num_cached_tokens: int = 0) -> None:
+        """Say the first token of every sequence of a submit, each with itself as the only alternative."""
+        tokens = [
+            node_pb2.FirstToken(
+                sequence=submit.first_sequence + place,
+                index=len(submit.output_ids),
+                token_id=token_id,
+                logprob=-0.5,
+                top_logprobs=alternatives(token_id),
+            )
+            for place, token_id in enumerate(ids)
+        ]
+        event = node_pb2.LegFirstToken(tokens=tokens, num_cached_tokens=num_cached_tokens)
+        self.step(events=[leg(submit, first_token=event)])
+
     def adopted(self, submit: node_pb2.Submit) -> None:
         self.step(events=[leg(submit, adopted=node_pb2.LegAdopted())])
 
-    def tokens(self, submit: node_pb2.Submit, first_index: int, ids: list[int], *, is_last: bool = False) -> None:
+    def tokens(
+        self, submit: node_pb2.Submit, first_index: int, ids: list[int], *, is_last: bool = False, sequence: int = 0
+    ) -> None:
         finish = inference_pb2.FINISH_REASON_LENGTH if is_last else inference_pb2.FINISH_REASON_UNSPECIFIED
         self.step(
             tokens=[
                 node_pb2.SequenceTokens(
                     session_id=submit.session_id,
                     attempt=submit.attempt,
+                    sequence=sequence,
                     first_index=first_index,
                     token_ids=ids,
                     logprobs=[-0.5] * len(ids),
                     finish_reason=finish,
+                    top_logprobs=[alternatives(token_id) for token_id in ids] if submit.top_logprobs else [],
                 )
             ]
         )
@@ -176,6 +197,10 @@ class ScriptedNode:
                 request = await self.heard.get()
                 if request.WhichOneof("message") == kind:
                     return getattr(request, kind)
+
+
+def alternatives(token_id: int) -> inference_pb2.TopLogprobs:
+    return inference_pb2.TopLogprobs(token_ids=[token_id], logprobs=[-0.5])
 
 
 def leg(submit: node_pb2.Submit | node_pb2.Cancel, **event: Any) -> node_pb2.LegEvent:
