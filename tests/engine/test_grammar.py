@@ -118,6 +118,15 @@ def test_a_token_that_does_not_follow_fails_the_row_at_its_next_mask(
     assert not matcher.is_over
 
 
+def test_a_mask_that_the_library_gives_up_fails_by_its_reason(vocabulary: GrammarVocabulary) -> None:
+    text = 'start: "ab" X\nX: /.*a.{30}b.*/ & /.*c.{30}d.*/ & /.*e.{20}f.*/\n'
+    matcher = GrammarMatcher(compile_grammar(Grammar(GrammarKind.LARK, text), vocabulary))
+    with pytest.raises(ConstraintFailed, match="too many"):
+        for step in range(60):
+            allowed = allowed_ids(matcher, vocabulary.size)
+            matcher.accept(int(allowed[step * 7919 % len(allowed)]))
+
+
 def test_a_limit_of_the_library_fails_its_row_and_no_other(vocabulary: GrammarVocabulary) -> None:
     sampling = Sampling(grammar=Grammar(GrammarKind.JSON_SCHEMA, WIDE))
     ids = ids_of(vocabulary, '{"')

@@ -117,6 +117,7 @@ def test_a_special_token_is_never_text(vocabulary: GrammarVocabulary) -> None:
             "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(40)) + 'A40: "a"',
             "too big",
         ),
+        (GrammarKind.LARK, "start: X\nX: /.*a.{30}b.*/ & /.*c.{30}d.*/ & /.*e.{20}f.*/", "too many"),
         (GrammarKind.LARK, "root ::= (", "Expected"),
         (GrammarKind.LARK, "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "deep"),
         (

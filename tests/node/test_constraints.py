@@ -104,6 +104,28 @@ async def test_no_step_waits_for_a_grammar(loading: Loading) -> None:
         assert re.fullmatch(PATTERN, loading.text([t for t in nodes.output(1)[0] if t != EOS]))
 
 
+async def test_a_received_sequence_waits_for_its_grammar_beside_those_that_run(loading: Loading) -> None:
+    """The decode node's compiler may be the slower one: the sequence is adopted, and does not run yet."""
+    may_load = threading.Event()
+
+    def load() -> GrammarVocabulary:
+        assert may_load.wait(DEADLINE_S)
+        return loading()
+
+    async with pair() as nodes:
+        nodes.decode.desk._constraints._compiler._load = load
+        nodes.submit(constrained(1))
+        await nodes.until(lambda: "adopted" in nodes.decode.of(1).events)
+        plain = replace(work(2, max_tokens=6), prompt_ids=prompt_of(9))
+        nodes.submit(plain)
+        await nodes.until(lambda: nodes.decode.of(2).outcome == "FINISHED")
+        assert len(nodes.output(2)[0]) == 6
+        assert len(nodes.decode.of(1).tokens[0]) == 1, "only the first token, which the prefill node made"
+        may_load.set()
+        await nodes.finish()
+        assert re.fullmatch(PATTERN, loading.text([t for t in nodes.output(1)[0] if t != EOS]))
+
+
 async def test_a_cancel_while_the_grammar_is_compiled_leaves_nothing(loading: Loading) -> None:
     loading.allowed.clear()
     async with pair() as nodes:

@@ -50,7 +50,10 @@ def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> Compiled
         raise GrammarRefused(_line(start.get_error()))
     trial = start.deep_copy()
     first = trial.compute_bitmask()
-    if trial.is_error() or not any(first):
+    reason = trial.get_error() if trial.is_error() else ""
+    if reason and "NoExtension" not in reason:
+        raise GrammarRefused(_line(reason))
+    if reason or not any(first):
         raise GrammarRefused("no answer can satisfy it")
     return CompiledGrammar(start, vocabulary)
 
