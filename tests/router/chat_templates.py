@@ -1,5 +1,7 @@
 """Small chat templates in the manner of published models: ChatML, Hermes/Qwen with tools, Llama 3.1, Mistral, thinking."""
 
+from pathlib import Path
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -104,4 +106,13 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 
-TEMPLATES = {"chatml": CHATML, "hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "thinking": THINKING}
+EXAMPLE = (Path(__file__).parents[2] / "examples/tools_chatml.jinja").read_text(encoding="utf-8")
+
+TEMPLATES = {
+    "example": EXAMPLE,
+    "chatml": CHATML,
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "thinking": THINKING,
+}

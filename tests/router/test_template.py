@@ -14,7 +14,7 @@ from pdserve.router.chat.door import checked_chat
 from pdserve.router.request import ChatInput, ChatTurn, ToolCall, ToolMode
 from pdserve.router.template import ChatTemplate, load_template
 from pdserve.router.tokenizer import ChatSettings, load_text_model
-from tests.router.chat_templates import CHATML, HERMES, TEMPLATES, THINKING
+from tests.router.chat_templates import CHATML, EXAMPLE, HERMES, TEMPLATES, THINKING
 from tests.router.models import SPECIALS, byte_level_tokenizer, write_model_folder
 
 TOKENS = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
@@ -102,7 +102,12 @@ def test_enough_of_the_table_is_rendered() -> None:
     """Guards the test above: it must not pass because transformers refuses everything."""
     pairs = [(source, chat) for source in TEMPLATES.values() for chat in CHATS.values()]
     assert sum(is_rendered(source, chat) for source, chat in pairs) > 45
-    assert "get_weather" in oracle(HERMES, CHATS["tools called"])
+    for template in (HERMES, EXAMPLE):
+        shown = oracle(template, CHATS["tools called"])
+        assert (
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>'
+            in shown
+        )
 
 
 def is_rendered(template: str, chat: ChatInput) -> bool:

@@ -210,6 +210,20 @@ def test_text_without_calls_comes_through_whole(form: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "opener"), [("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>")]
+)
+@given(text=st.text("<[tTo|p_ a", max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_what_waits_is_a_beginning_of_a_marker_or_white_space_at_the_start(form: str, opener: str, text: str) -> None:
+    reader, shown = reader_of(form), ""
+    for count, char in enumerate(text, 1):
+        shown += reader.push(char).content
+        held = text[len(shown) : count]
+        assert text.startswith(shown)
+        assert not held or opener.startswith(held.lstrip() if not shown else held)
+
+
+@pytest.mark.parametrize(
     ("form", "text", "shown"),
     [
         ("hermes", "a <", "a "),

@@ -39,7 +39,7 @@ def checked_chat(chat: ChatInput, tool_format: str | None = None) -> ValidChat:
         _check_continued(chat)
     tools = _checked_tools(chat.tools)
     _check_choice(chat, tools)
-    if chat.parse_output and tools and tool_format is None:
+    if chat.parse_output and tools and tool_format is None and chat.tool_mode is ToolMode.AUTO:
         _refuse("parse_output", "the format of this model's tool calls is not known", "set the router's --tool-format")
     return ValidChat(
         turns=chat.turns,
