@@ -139,6 +139,20 @@ def test_one_warm_prompt_again_and_again() -> None:
         pair.check()
 
 
+def test_the_checks_look_at_bytes() -> None:
+    """A planted fault: the decode node's pool holds another byte than was sent."""
+    pair = SteppedPair(NONE, NONE)
+    pair.will_grant = lambda _: False
+    transfer_id = pair.whole()
+    pair.settle()
+    pair.sink.bound.add(transfer_id)
+    pair.sink.placed[transfer_id] = {}
+    pair.receiver.table.grant(transfer_id, 1, pair.now_s)
+    pair.settle()
+    with pytest.raises(AssertionError, match="bytes that were not sent"):
+        pair.check()
+
+
 def test_the_checks_notice_a_late_write() -> None:
     """A planted fault: the node frees blocks while bytes may still come (failure class 1)."""
     pair = SteppedPair(NONE, NONE)
