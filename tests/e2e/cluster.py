@@ -71,13 +71,14 @@ def is_watched(gauge: str) -> bool:
 
 @dataclass
 class Process:
-    """One service process. `grpc` is HOST:PORT."""
+    """One service process. `grpc` is HOST:PORT; so is `http`, which only a router has."""
 
     name: str
     arguments: list[str]
     log: Path
     popen: "subprocess.Popen[bytes]"
     grpc: str
+    http: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; with SIGKILL wait until the process is gone."""
@@ -252,7 +253,8 @@ def start_process(name: str, arguments: list[str], folder: Path) -> Process:
     if not line:
         popen.wait(DEADLINE_S)
         pytest.fail(f"{name} did not start (exit {popen.returncode}):\n{log.read_text(errors='replace')[-3000:]}")
-    return Process(name, arguments, log, popen, json.loads(line)["grpc"])
+    addresses = json.loads(line)
+    return Process(name, arguments, log, popen, addresses["grpc"], addresses.get("http", ""))
 
 
 @asynccontextmanager
