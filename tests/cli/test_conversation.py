@@ -10,7 +10,7 @@ from pdserve.cli.chat import stats_line
 from pdserve.cli.conversation import Command, Conversation, Line, fits, parse_line
 from pdserve.cli.request_options import option_of
 from pdserve.cli.scores_view import scores_view
-from pdserve.client import Answer, Delta, Finished, PromptScores, ScoredToken, Turn
+from pdserve.client import Answer, Delta, Finished, PromptScores, ScoredToken, ToolCallDelta, Turn
 from pdserve.client.pb import summary_from_pb
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.work import FinishReason
@@ -178,6 +178,17 @@ def test_several_sequences_come_whole_as_they_end() -> None:
         display.show(part)
     display.end()
     assert out.getvalue() == "[1] bB\n[0] aA\n[2] \n"
+
+
+def test_tool_calls_have_lines_of_their_own() -> None:
+    out = io.StringIO()
+    display = AnswerDisplay(out)
+    first = (ToolCallDelta(0, "c1", "f", '{"x"'),)
+    rest = (ToolCallDelta(0, "", "", ": 1}"), ToolCallDelta(1, "c2", "g", "{}"))
+    for part in (delta("so"), replace(delta(), tool_calls=first), replace(delta(), tool_calls=rest)):
+        display.show(part)
+    display.end()
+    assert out.getvalue() == 'so\nf {"x": 1}\ng {}\n'
 
 
 def test_stats_are_one_line() -> None:

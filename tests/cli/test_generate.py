@@ -99,6 +99,27 @@ async def test_every_language_is_sent(arguments: list[str], sent: pb.StructuredO
         assert router.requests[0].structured_output == sent
 
 
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("required", pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED)),
+        ("f", pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name="f")),
+    ],
+)
+@pytest.mark.asyncio
+async def test_tools_make_a_chat(choice: str, sent: pb.ToolChoice, tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text('{"a": 1}')
+    async with stub_router() as (router, address):
+        router.answer = TWO
+        status, out, err = await pdserve_beside(
+            *("generate", "hi", "--tool", str(tmp_path / "f.json"), "--tool-choice", choice, "--server", address)
+        )
+        assert (status, err) == (0, "")
+        assert out.splitlines()[1] == "f {}"
+        messages = [pb.ChatMessage(role="user", content="hi")]
+        assert router.requests[0].chat == pb.ChatInput(messages=messages, tools=['{"a": 1}'], tool_choice=sent)
+
+
 @pytest.mark.asyncio
 async def test_several_answers_and_scores_are_shown_apart() -> None:
     async with stub_router() as (router, address):
@@ -106,8 +127,8 @@ async def test_several_answers_and_scores_are_shown_apart() -> None:
         status, out, err = await pdserve_beside("generate", "hi", "-n", "2", "--logprobs", "1", "--server", address)
         assert (status, err) == (0, "")
         lines = out.splitlines()
-        assert lines[:2] == ["[1] b", "[0] a"]
-        assert [line.split() for line in lines[3:]] == [
+        assert lines[:3] == ["[1] b", "[0] a", "f {}"]
+        assert [line.split() for line in lines[4:]] == [
             ["prompt", "8"],
             ["answer", "0", "1", "-1.000", "1", "-1.000"],
             ["answer", "1", "2", "-2.000"],
@@ -138,6 +159,8 @@ async def test_several_answers_and_scores_are_shown_apart() -> None:
         (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
         (["--json-schema", "/no/such/file"], "--json-schema: /no/such/file cannot be read (No such file"),
         (["--grammar", "/"], "--grammar: / cannot be read"),
+        (["--tool", "/no/such/file"], "--tool: /no/such/file cannot be read"),
+        (["--no-chat", "--tool-choice", "f"], "--tool-choice needs a chat"),
         (["--no-chat", "--template-arguments", "{}"], "--template-arguments needs a chat"),
         (["--top-k", "-1"], "--top-k: top_k must be"),
     ],

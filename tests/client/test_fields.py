@@ -151,10 +151,10 @@ def test_every_tool_choice_arrives(choice: str, mode: router_request.ToolMode) -
         ((1, -1), Options(), "token_ids: "),
         ("text", Options(logit_bias={-1: 1.0}), "logit_bias: "),
         ("text", Options(n="two"), "n: "),  # type: ignore[arg-type] # what a program without types may pass
-        ("text", Options(stop=(b"\xff",)), "stop: "),  # type: ignore[arg-type]
+        ("text", Options(stop=(b"\xff",)), "stop: "),  # type: ignore[arg-type] # what a program without types may pass
         ("text", Options(structured_output=JsonSchema({"a": math.nan})), "an object that is no JSON"),
         (Chat((Turn("user", "hi"),), tools=({"a": object()},)), Options(), "an object that is no JSON"),
-        (Chat((Turn("user", "hi"),), tool_choice="must"), Options(), "tool_choice 'must' is none of"),  # type: ignore[arg-type]
+        (Chat((Turn("user", "hi"),), tool_choice="must"), Options(), "tool_choice 'must' is none of"),  # type: ignore[arg-type] # what a program without types may pass
     ],
 )
 def test_what_a_field_cannot_hold_is_refused_with_its_name(prompt: Prompt, options: Options, said: str) -> None:

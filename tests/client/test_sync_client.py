@@ -201,7 +201,7 @@ class Crowd(StubRouter):
                 self.answer, self.error = (), InvalidRequest("bad prompt", field="text")
             else:
                 self.answer = (pb.GenerateResponse(deltas=[pb.Delta(text=request.text)]), *ANSWER[2:])
-            await super().Generate(request, context)  # type: ignore[arg-type]
+            await super().Generate(request, context)  # type: ignore[arg-type] # gRPC passes its own context
         except asyncio.CancelledError:
             self.num_cancelled += 1
             if self.num_cancelled == self.num - 1:

@@ -3,16 +3,17 @@
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from pdserve.client import Choice, Part
+    from pdserve.client import Choice, Delta, Part
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 KEPT = "\n\t"
 
 
 class AnswerDisplay:
-    """Writes text as it comes, and reasoning dimmed before it; several sequences one after the other, each as it ends.
+    """Writes text as it comes, reasoning dimmed before it, and tool calls after it.
 
-    A pipe gets the text alone. A terminal never gets control characters of the model's: they are shown, not obeyed.
+    Several sequences come one after the other, each as it ends. A pipe gets no reasoning. A terminal never gets control characters
+    of the model's: they are shown, not obeyed.
     """
 
     def __init__(self, out: TextIO, *, num_sequences: int = 1) -> None:
@@ -28,12 +29,15 @@ class AnswerDisplay:
         if self._num_sequences == 1:
             if isinstance(part, Delta):
                 self._gain(part.reasoning, part.text)
+                self._call(part)
         elif isinstance(part, Delta):
             self._choices.setdefault(part.sequence, Choice(part.sequence)).deltas.append(part)
         elif isinstance(part, Finished):
             choice = self._choices.pop(part.sequence, Choice(part.sequence))
             self._write(f"[{part.sequence}] ")
             self._gain(choice.reasoning, choice.text)
+            for delta in choice.deltas:
+                self._call(delta)
             self.end()
 
     def end(self) -> None:
@@ -52,6 +56,14 @@ class AnswerDisplay:
                 self._dim(False)
                 self._write("\n")
             self._write(text)
+
+    def _call(self, delta: "Delta") -> None:
+        """Write what tool calls gained: NAME ARGUMENTS, each on a line of its own."""
+        for gained in delta.tool_calls:
+            if gained.name:
+                self._dim(False)
+                self._write(f"\n{gained.name} " if self._has_begun else f"{gained.name} ")
+            self._write(gained.arguments)
 
     def _dim(self, wanted: bool) -> None:
         if wanted != self._is_dim:

@@ -12,6 +12,7 @@ from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pdserve.client import Answer, Choice, Options, Part, Prompt
+    from pdserve.client.request import ToolChoice
 
 
 @takes_options
@@ -33,7 +34,7 @@ def generate(
 
     with errors_as_json(as_json):
         options = more.added_to(answering.options())
-        question = prompt_of(text_of(prompt), chat=chat, system=system, template_arguments=answering.template_arguments)
+        question = prompt_of(text_of(prompt), answering, more, chat=chat, system=system)
         answer = run_async(ask(server, question, options, stream=stream, as_json=as_json))
     if as_json or answer.summary is None:
         return
@@ -57,16 +58,42 @@ def text_of(prompt: str) -> str:
         raise InvalidRequest(f"the prompt is not valid UTF-8 (byte {error.start})") from None
 
 
-def prompt_of(text: str, *, chat: bool | None, system: str | None, template_arguments: str = "") -> "Prompt":
+def prompt_of(
+    text: str, answering: AnswerOptions, more: MoreOptions, *, chat: bool | None, system: str | None
+) -> "Prompt":
     """Return the prompt in the form that was asked for. Raises InvalidRequest for what needs a chat, without one."""
     from pdserve.client import Chat, Turn
 
-    given = {"--system": system is not None, "--template-arguments": bool(template_arguments)}
+    given = {
+        "--system": system is not None,
+        "--template-arguments": bool(answering.template_arguments),
+        "--tool": bool(more.tool),
+        "--tool-choice": bool(more.tool_choice),
+    }
     needing = [name for name, is_given in given.items() if is_given]
     if needing and chat is False:
         raise InvalidRequest(f"{needing[0]} needs a chat: leave --no-chat or {needing[0]} out")
-    turns = (Turn("user", text),) if system is None else (Turn("system", system), Turn("user", text))
-    return Chat(turns, template_arguments=template_arguments) if chat or needing else text
+    if not chat and not needing:
+        return text
+    return Chat(
+        turns=(Turn("user", text),) if system is None else (Turn("system", system), Turn("user", text)),
+        tools=more.tools(),
+        tool_choice=tool_choice_of(more.tool_choice),
+        template_arguments=answering.template_arguments,
+    )
+
+
+def tool_choice_of(text: str) -> "ToolChoice | None":
+    """Return the choice that a word names; every other word is a tool's name."""
+    from pdserve.client import NamedTool
+
+    match text:
+        case "":
+            return None
+        case "auto" | "none" | "required":
+            return text
+        case _:
+            return NamedTool(text)
 
 
 async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool, as_json: bool = False) -> "Answer":

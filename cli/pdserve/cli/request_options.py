@@ -92,6 +92,13 @@ class MoreOptions:
     regex: Annotated[str | None, option("Text that matches, whole.", LANGUAGE, metavar="PATTERN")] = None
     choice: Annotated[Words, option("One of the texts; give it once for each.", LANGUAGE, metavar="TEXT")] = None
     grammar: Annotated[Path | None, option("Text of a Lark or GBNF grammar.", LANGUAGE, metavar="FILE")] = None
+    tool: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="JSON definition of a tool; may be repeated; implies --chat."),
+    ] = None
+    tool_choice: Annotated[
+        str, typer.Option(metavar="CHOICE", help="auto, none, required, or a tool's name.", show_default=False)
+    ] = ""
     logprobs: Annotated[
         int | None, typer.Option(help="Show each token's log-probability and so many alternatives.", show_default=False)
     ] = None
@@ -115,6 +122,10 @@ class MoreOptions:
             top_logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs or None,
         )
+
+    def tools(self) -> tuple[str, ...]:
+        """Return the definitions of the tools, as JSON text. Raises InvalidRequest for a file that cannot be read."""
+        return tuple(text_in("--tool", path) for path in self.tool or ())
 
     def _language(self) -> "Language | None":
         from pdserve.client import Grammar, JsonObject, JsonSchema, OneOf, Regex
@@ -191,6 +202,7 @@ OPTION_NAMES = {
     "banned_words": "--banned-word",
     "top_logprobs": "--logprobs",
     "texts": "--choice",
+    "tools": "--tool",
     "choice": "--choice",
     "server": "--server",
 }
