@@ -12,8 +12,8 @@ KEPT = "\n\t"
 class AnswerDisplay:
     """Writes text as it comes, reasoning dimmed before it, and tool calls after it.
 
-    Several sequences come one after the other, each as it ends. A pipe gets no reasoning. A terminal never gets control characters
-    of the model's: they are shown, not obeyed.
+    Several sequences come one after the other, each as it ends. A pipe gets no reasoning. A terminal never gets the model's
+    control characters: they are shown, not obeyed.
     """
 
     def __init__(self, out: TextIO, *, num_sequences: int = 1) -> None:

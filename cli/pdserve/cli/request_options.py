@@ -211,6 +211,6 @@ OPTION_NAMES = {
 
 def option_of(field: str) -> str:
     """Return the option that sets a field of the contract, such as "stop.stop[0]"; "" if none does."""
-    name = re.sub(r"\[.*", "", field).rpartition(".")[2]
+    name = re.sub(r"(\[.*|(?<=tool_choice)\.name)", "", field).rpartition(".")[2]
     known = {field.name for kind in (AnswerOptions, MoreOptions) for field in fields(kind)}
     return OPTION_NAMES.get(name) or ("--" + name.replace("_", "-") if name in known else "")
