@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.core.errors import InvalidRequest, ModelUnavailable
@@ -116,6 +118,52 @@ def is_rendered(template: str, chat: ChatInput) -> bool:
     except Exception:  # noqa: BLE001 - as above
         return False
     return True
+
+
+ODD = ("", " ", "{{ x }}", "{% if %}", "<|im_end|>", "<think>a</think>b", "CONTINUE_FINAL_MESSAGE_TAG ")
+words = st.text(max_size=12) | st.sampled_from(ODD)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(words, values, max_size=3).map(json.dumps)
+call_ids, names = st.sampled_from(["", "abcDEF123"]), st.sampled_from(["f", "get_weather"])
+calls = st.lists(st.builds(ToolCall, call_ids, names, objects), max_size=2)
+assistants = st.builds(
+    lambda content, reasoning, called: ChatTurn("assistant", content, reasoning=reasoning, tool_calls=tuple(called)),
+    st.none() | words,
+    words,
+    calls,
+)
+others = st.builds(ChatTurn, st.sampled_from(["system", "user", "tool", "poet"]), words, st.sampled_from(["", "name"]))
+VARIABLES = ("enable_thinking", "date_string", "custom_tools", "documents", "range", "x")
+arguments = st.dictionaries(st.sampled_from(VARIABLES), values, max_size=3)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> ChatInput:
+    turns = draw(st.lists(assistants | others, min_size=1, max_size=5))
+    return ChatInput(
+        tuple(turns),
+        add_generation_prompt=draw(st.none() | st.booleans()),
+        tools=TOOLS if draw(st.booleans()) else (),
+        continue_final_message=draw(st.booleans()),
+        template_arguments=json.dumps(draw(arguments)),
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(chat=conversations())
+@settings(max_examples=150, deadline=None)
+def test_any_conversation_is_rendered_as_transformers_does_or_refused_by_name(name: str, chat: ChatInput) -> None:
+    template = ChatTemplate(TEMPLATES[name], TOKENS)
+    try:
+        rendered = template.render(checked_chat(chat))
+    except InvalidRequest as error:
+        assert (error.field or "").startswith("chat.")
+    else:
+        assert rendered == oracle(TEMPLATES[name], chat)
 
 
 def test_hidden_tools_are_not_rendered() -> None:

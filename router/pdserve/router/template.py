@@ -30,6 +30,10 @@ Messages = list[dict[str, object]]
 Tools = list[dict[Any, Any] | Callable[..., Any]]
 TEMPLATE_FRAMES = "<template>"
 """File name that Jinja gives to the code of templates."""
+TEMPLATE_FAULTS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError),
+)
+"""What a template's code may raise on content that it does not expect."""
 
 
 class ChatTemplate:
@@ -97,7 +101,7 @@ class ChatTemplate:
             raise _refusal("half a surrogate pair cannot be encoded") from None
         except RecursionError:
             raise _refusal("it is nested too deeply") from None
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except TEMPLATE_FAULTS as error:
             raise _refusal(" ".join(str(error).split())) from None
         return text
 
