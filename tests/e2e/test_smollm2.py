@@ -1,14 +1,18 @@
 """The default model through real processes: 24 goldens one at a time and 16 at once, two kills, and idling."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import psutil
 import pytest
 import pytest_asyncio
 
 from pdserve.client import Answer, Chat, Options, Turn
+from pdserve.client.language import JsonSchema, OneOf
 from pdserve.client.request import Prompt
 from tests.e2e.cluster import Cluster, start_cluster
 from tests.goldens.goldens import LOGPROB_TOLERANCE, MAX_NEW_TOKENS, Golden, load_goldens
@@ -45,6 +49,31 @@ def assert_golden(golden: Golden, answer: Answer) -> None:
     assert answer.summary is not None
     assert answer.summary.usage.prompt_tokens == len(golden.prompt_ids), golden.name
     assert answer.summary.usage.completion_tokens == len(golden.tokens), golden.name
+
+
+async def test_answers_held_to_a_schema(cluster: Cluster) -> None:
+    """A real model's own words, greedy and drawn; `max_tokens` is far beyond what the schema can need."""
+    schema: dict[str, object] = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "minLength": 3, "maxLength": 20},
+            "population": {"type": "integer", "minimum": 1, "maximum": 99_999_999},
+            "continent": {"enum": ["Africa", "America", "Asia", "Australia", "Europe"]},
+            "known_for": {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 1, "maxItems": 2},
+        },
+        "required": ["city", "population", "continent", "known_for"],
+        "additionalProperties": False,
+    }
+    chat = Chat((Turn("user", "Describe the capital of France as JSON."),))
+    for options in (Options(), Options(temperature=1.0, seed=5, n=4)):
+        answer = await cluster.answer(chat, replace(options, max_tokens=400, structured_output=JsonSchema(schema)))
+        for choice in answer.choices:
+            jsonschema.validate(json.loads(choice.text), schema)
+    cities = ("Berlin", "Paris", "Rome")
+    named = await cluster.answer(
+        Chat((Turn("user", "Name a capital."),)), Options(structured_output=OneOf(cities), temperature=1.0, n=4)
+    )
+    assert {choice.text for choice in named.choices} <= set(cities)
 
 
 async def test_goldens_one_at_a_time(cluster: Cluster) -> None:
