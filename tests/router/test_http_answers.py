@@ -174,6 +174,7 @@ async def test_several_prompts(http: Http, stream: bool) -> None:
     else:
         answer = response.json()
         assert [choice["text"] for choice in answer["choices"]] == ["ab", "cd", "ef", "gh"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
         assert answer["usage"]["completion_tokens"] == 8
         prompts = answer["pdserve"]["prompts"]
     assert [prompt["request_id"][-2:] for prompt in prompts] == ["-0", "-1"]

@@ -15,11 +15,11 @@ from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse, Overloaded
 from pdserve.core.settings import RouterSettings, load_settings
 from pdserve.router.server import Router
-from pdserve.v1 import node_pb2
+from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, submits
-from tests.router.http_calls import CHAT, COMPLETIONS, body_of, http_stage, play, post
+from tests.router.http_calls import CHAT, COMPLETIONS, body_of, http_stage, play, post, text_of, tokens_of
 from tests.router.models import write_model_folder
-from tests.router.scripted_node import DEADLINE_S, Stage, until
+from tests.router.scripted_node import DEADLINE_S, Stage, leg, until
 
 pytestmark = pytest.mark.asyncio
 PATHS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -109,8 +109,11 @@ async def test_a_failure_before_the_first_token_has_its_status(http: Http, path:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "with tokens"])
 @PATHS
-async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(tmp_path: Path, path: str) -> None:
+async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(
+    tmp_path: Path, path: str, together: bool
+) -> None:
     async with http_stage(tmp_path, max_attempts=1) as (stage, client):
 
         async def fail() -> None:
@@ -118,7 +121,14 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(tmp_path
             stage.prefill[0].first_token(submit, IDS[0])
             stage.decode[0].adopted(submit)
             stage.prefill[0].released(submit)
-            stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_FAILED)
+            if together:
+                tokens = tokens_of(submit, 0, IDS[1:3])
+                tokens.finish_reason = inference_pb2.FINISH_REASON_UNSPECIFIED
+                ended = node_pb2.LegEnded(outcome=node_pb2.LEG_OUTCOME_FAILED, reason="scripted")
+                events = [leg(submit, ended=ended), leg(submit, released=node_pb2.LegReleased())]
+                stage.decode[0].step(tokens=[tokens], events=events)
+            else:
+                stage.decode[0].released(submit, node_pb2.LEG_OUTCOME_FAILED)
 
         response = await post(client, path, body_of(path, stream=True), fail())
         *events, last, end = response.text.split("\n\n")
@@ -126,7 +136,9 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(tmp_path
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "attempts_exhausted"
         assert "[DONE]" not in response.text
-        choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        sent = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert text_of(sent) == ("abc" if together else "a"), "what was made is shown"
+        choices = [event["choices"][0] for event in sent]
         assert [choice["finish_reason"] for choice in choices] == [None] * len(choices)
 
 

@@ -125,6 +125,8 @@ class Router:
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
             logger.info("HTTP on http://%s", addresses["http"])
+            if settings.needs_secret and not settings.api_key:
+                logger.warning("whoever reaches the HTTP port may use it; set --api-key or PDSERVE_API_KEY")
         for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
             if not nodes:
                 logger.warning(

@@ -123,10 +123,9 @@ class HttpFront:
     async def _generate(self, request: Request, parser: Parser, make: MakeShape) -> ASGIApp:
         body = await read_object(request, self._max_body_bytes)
         received_s = self._answering.clock.now_s()
-        label = request.scope[LABEL]
-        asked = parser(body, label)
+        asked = parser(body, request.scope[LABEL])
         shape = make(TokenFormat(self._token_texts, asked.wishes))
-        head = Head(shape.id_prefix + label, int(time.time()), self._answering.model.name)
+        head = Head(shape.id_prefix + asked.label, int(time.time()), self._answering.model.name)
         return AnswerResponse(self._answering, asked, shape, head, received_s)
 
     def _endpoint(self, serve: Endpoint, names: Mapping[str, str]) -> Endpoint:

@@ -59,7 +59,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> HttpFault:
-    # The connection stays: uvicorn drops the rest of the body. Closed, it would be reset, and the client would not see the answer.
+    # The connection stays, uvicorn drops the rest of the body: if it were reset, the client would not see the answer.
     return HttpFault(413, "request_too_large", f"the body has more than {max_bytes} bytes; send less")
 
 

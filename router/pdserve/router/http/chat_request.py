@@ -172,4 +172,4 @@ def parse_chat(body: JsonObject, label: str) -> Asked:
     names = {**fields.names(), **CHAT_PARAMS}
     if fields.max_completion_tokens is not None:
         names["stop.max_tokens"] = "max_completion_tokens"
-    return Asked((call,), wishes, fields.stream, names)
+    return Asked((call,), wishes, fields.stream, call.request_id, names)

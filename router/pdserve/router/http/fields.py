@@ -236,11 +236,12 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A parsed body: one call per prompt, and the client's names for the contract's fields."""
+    """A parsed body: one call per prompt, the label of all, and the client's names for the contract's fields."""
 
     calls: tuple[GenerateCall, ...]
     wishes: Wishes
     stream: bool
+    label: str
     names: Mapping[str, str] = field(default_factory=dict)
 
 
