@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pdserve.router.chat.call_reader import CallReader
 from pdserve.router.chat.gains import AnswerGain, Collected
-from pdserve.router.chat.json_scan import Step
+from pdserve.router.chat.json_scan import JsonScan, Step
 from pdserve.router.chat.markers import MarkerScan
 
 MAX_UNTOLD_CHARS = 64 * 1024
@@ -44,10 +44,7 @@ class CallFormat(ABC):
         if self._feed == self._in_content and self._outside.skips(text):
             self._found.content(text)
         else:
-            for char in text:
-                self._feed(char)
-                if len(self._raw) > MAX_UNTOLD_CHARS:
-                    self._give_up()
+            self._feed_all(text)
         return self._found.take()
 
     def finish(self) -> AnswerGain:
@@ -63,6 +60,23 @@ class CallFormat(ABC):
     @abstractmethod
     def _behind(self, char: str) -> None:
         """Take a character behind a call in JSON."""
+
+    def _feed_all(self, text: str) -> None:
+        start = 0
+        while start < len(text):
+            scan = self._argument_scan()
+            if scan is not None and (end := scan.end_of_plain(text, start)) > start:
+                self._found.arguments(text[start:end])
+                start = end
+                continue
+            self._feed(text[start])
+            start += 1
+            if len(self._raw) > MAX_UNTOLD_CHARS:
+                self._give_up()
+
+    def _argument_scan(self) -> JsonScan | None:
+        """Return where the text stands in the arguments of a told call; None anywhere else."""
+        return self._reader.argument_scan if self._feed == self._in_call else None
 
     def _in_content(self, char: str) -> None:
         if self._outside.feed(char) is not None:

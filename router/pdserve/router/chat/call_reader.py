@@ -43,6 +43,12 @@ class CallReader:
         """Whether this is a call, whatever follows."""
         return self._has_name and self._has_arguments
 
+    @property
+    def argument_scan(self) -> JsonScan | None:
+        """Where a told call stands in its arguments; None if elsewhere."""
+        is_inside = self._place is _Place.VALUE and self._key in ARGUMENT_KEYS and bool(self._token)
+        return self._scan if is_inside and self.is_told else None
+
     def take_arguments(self) -> str:
         """Return the arguments' text since the last time."""
         text, self._arguments = self._arguments, ""

@@ -10,6 +10,7 @@ from enum import Enum, auto
 WHITE_SPACE = frozenset(" \t\n\r")
 NUMBER_CHARS = frozenset("+-.eE0123456789")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 HEX_CHARS = frozenset("0123456789abcdefABCDEF")
 LITERALS = ("true", "false", "null")
 SHORT_ESCAPES = {"\b": "\\b", "\t": "\\t", "\n": "\\n", "\f": "\\f", "\r": "\\r"}
@@ -55,6 +56,11 @@ class JsonScan:
     def in_string(self) -> bool:
         """Whether the next character stands in a string."""
         return self._place is _Place.STRING
+
+    def end_of_plain(self, text: str, start: int) -> int:
+        """Return where the characters end that are a string's own: feeding them changes nothing, so they may be skipped."""
+        found = PLAIN.match(text, start) if self._place is _Place.STRING else None
+        return start if found is None else found.end()
 
     def feed(self, char: str) -> Step:
         """Take the next character."""

@@ -63,6 +63,9 @@ class MistralCalls(CallFormat):
         elif HEAD_PREFIX.fullmatch(head) is None:
             self._give_up()
 
+    def _argument_scan(self) -> JsonScan | None:
+        return self._scan if self._feed == self._in_arguments else super()._argument_scan()
+
     def _in_arguments(self, char: str) -> None:
         text = escaped(char) if self._scan.in_string else char
         step = self._scan.feed(char)
