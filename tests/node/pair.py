@@ -153,14 +153,19 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(*, blocks: int = 64, batch: int = 16, growth: int = 0, budget: int = 7) -> AsyncIterator[Pair]:
-    """Yield two connected nodes; at the end nothing may be left of any leg, and the books must agree."""
+async def pair(
+    *, blocks: int = 64, batch: int = 16, growth: int = 0, budget: int = 7, faults: str | None = None
+) -> AsyncIterator[Pair]:
+    """Yield two connected nodes; at the end nothing may be left of any leg, and the books must agree.
+
+    `faults` is what `--kv-faults` gives the prefill node.
+    """
     torch.set_num_threads(1)  # two engines step at once, and their tensors are tiny
     progress, clock = asyncio.Event(), SystemClock()
 
     def prefill_desk(incarnation: Incarnation, legs: Legs) -> PrefillDesk:
         engine = small_engine(block_size=PREFILL_BLOCK_SIZE, num_blocks=64)
-        settings = load_settings(PrefillSettings, {"model": "tiny", "token_budget": budget})
+        settings = load_settings(PrefillSettings, {"model": "tiny", "token_budget": budget, "kv_faults": faults})
         return PrefillDesk(settings, engine, incarnation, legs, clock, progress.set)
 
     def decode_desk(incarnation: Incarnation, legs: Legs) -> DecodeDesk:
