@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from pdserve.router.http import answer
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, submits
 from tests.router.http_calls import CHAT, COMPLETIONS, body_of, events_of, http_stage, play, post, text_of, tokens_of
@@ -38,23 +39,33 @@ async def test_a_whole_answer(http: Http, path: str) -> None:
     stage, client = http
     response = await post(client, path, body_of(path), play(stage, IDS[:4]), headers={"x-request-id": "mine"})
     assert response.status_code == 200
-    answer = response.json()
-    (choice,) = answer["choices"]
+    whole = response.json()
+    (choice,) = whole["choices"]
     said = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
     assert (said, choice["finish_reason"], choice["index"]) == ("abcd", "length", 0)
     num_prompt = len(byte_level_tokenizer().encode("the").ids) if path == COMPLETIONS else 21
-    assert answer["usage"] == {
+    assert whole["usage"] == {
         "prompt_tokens": num_prompt,
         "completion_tokens": 4,
         "total_tokens": num_prompt + 4,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    assert answer["id"].endswith("-mine")
+    assert whole["id"].endswith("-mine")
     assert response.headers["x-request-id"] == "mine"
-    assert (answer["object"], answer["model"]) == (
+    assert (whole["object"], whole["model"]) == (
         "text_completion" if path == COMPLETIONS else "chat.completion",
         "model",
     )
+
+
+async def test_a_large_answer_is_the_same(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put into words on a thread, not on the event loop."""
+    stage, client = http
+    body = body_of(COMPLETIONS, logprobs=2, temperature=0)
+    small = await post(client, COMPLETIONS, body, play(stage, IDS[:4]))
+    monkeypatch.setattr(answer, "MAX_INLINE_ENTRIES", 11)
+    large = await post(client, COMPLETIONS, body, play(stage, IDS[:4]))
+    assert large.json()["choices"] == small.json()["choices"]
 
 
 @PATHS
@@ -172,11 +183,11 @@ async def test_several_prompts(http: Http, stream: bool) -> None:
         assert [text_of(events, index) for index in range(4)] == ["ab", "cd", "ef", "gh"]
         prompts = events[-1]["pdserve"]["prompts"]
     else:
-        answer = response.json()
-        assert [choice["text"] for choice in answer["choices"]] == ["ab", "cd", "ef", "gh"]
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-        assert answer["usage"]["completion_tokens"] == 8
-        prompts = answer["pdserve"]["prompts"]
+        whole = response.json()
+        assert [choice["text"] for choice in whole["choices"]] == ["ab", "cd", "ef", "gh"]
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        assert whole["usage"]["completion_tokens"] == 8
+        prompts = whole["pdserve"]["prompts"]
     assert [prompt["request_id"][-2:] for prompt in prompts] == ["-0", "-1"]
 
 
@@ -255,7 +266,7 @@ async def test_why_an_answer_ended(
     stage, client = http
     first = (ids or [IDS[0]])[0]
 
-    async def answer() -> None:
+    async def play_end() -> None:
         submit, _ = await submits(stage)
         if stop == "cd":
             stage.prefill[0].first_token(submit, first)
@@ -269,7 +280,7 @@ async def test_why_an_answer_ended(
         stage.prefill[0].released(submit)
         stage.decode[0].released(submit)
 
-    response = await post(client, path, body_of(path, stream=stream, **fields), answer())
+    response = await post(client, path, body_of(path, stream=stream, **fields), play_end())
     choice = events_of(response.text)[-1]["choices"][0] if stream else response.json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
 
@@ -277,7 +288,7 @@ async def test_why_an_answer_ended(
 async def test_a_stop_text_is_not_shown(http: Http) -> None:
     stage, client = http
 
-    async def answer() -> None:
+    async def play_end() -> None:
         submit, _ = await submits(stage)
         stage.prefill[0].first_token(submit, IDS[0])
         stage.decode[0].adopted(submit)
@@ -285,5 +296,5 @@ async def test_a_stop_text_is_not_shown(http: Http) -> None:
         stage.decode[0].tokens(submit, 1, IDS[1:4])
         stage.decode[0].released(await stage.decode[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
 
-    response = await post(client, COMPLETIONS, body_of(COMPLETIONS, stop=["cd"]), answer())
+    response = await post(client, COMPLETIONS, body_of(COMPLETIONS, stop=["cd"]), play_end())
     assert response.json()["choices"][0]["text"] == "ab"

@@ -28,6 +28,8 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+MAX_INLINE_ENTRIES = 10_000
+"""Answers that name more tokens are put into words on a thread: JSON of tens of milliseconds and more."""
 DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
@@ -77,23 +79,25 @@ class AnswerResponse:
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
             replies = await self._open(stack)
-            parcels = [await reply.take() for reply in replies]
-            answered = [
-                (reply, parcel.end)
-                for reply, parcel in zip(replies, parcels, strict=True)
-                if isinstance(parcel.end, Answer)
-            ]
-            assert len(answered) == len(replies), "a whole answer ends well, or take() raises"
-            choices: list[JsonObject] = []
-            for reply, parcel in zip(replies, parcels, strict=True):
-                choices += self._choices(reply, parcel, len(choices))
-            body = self._head.of(self._shape.whole_object) | {
-                "choices": choices,
-                "usage": usage_of(answer for _, answer in answered),
-                "pdserve": extension(answered),
-            }
-            headers = {"server-timing": server_timing(answer for _, answer in answered)}
-        await _patient(JSONResponse(body, headers=headers)(scope, receive, send))
+            whole = [(reply, await reply.take()) for reply in replies]
+        if num_entries(whole) > MAX_INLINE_ENTRIES:
+            response = await self._answering.on_thread(lambda: self._body(whole))
+        else:
+            response = self._body(whole)
+        await _patient(response(scope, receive, send))
+
+    def _body(self, whole: Sequence[tuple[Reply, Parcel]]) -> JSONResponse:
+        answered = [(reply, parcel.end) for reply, parcel in whole if isinstance(parcel.end, Answer)]
+        assert len(answered) == len(whole), "a whole answer ends well, or take() raises"
+        choices: list[JsonObject] = []
+        for reply, parcel in whole:
+            choices += self._choices(reply, parcel, len(choices))
+        body = self._head.of(self._shape.whole_object) | {
+            "choices": choices,
+            "usage": usage_of(answer for _, answer in answered),
+            "pdserve": extension(answered),
+        }
+        return JSONResponse(body, headers={"server-timing": server_timing(answer for _, answer in answered)})
 
     def _choices(self, reply: Reply, parcel: Parcel, first: int) -> list[JsonObject]:
         shown = {gain.sequence: gain.shown for gain in parcel.gains}
@@ -225,6 +229,12 @@ async def until_gone(receive: Receive, work: Coroutine[object, object, None]) ->
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         watching.cancel()
+
+
+def num_entries(whole: Sequence[tuple[Reply, Parcel]]) -> int:
+    """Return how many tokens, and likely ones beside them, an answer names."""
+    every = [token for _, parcel in whole for gain in parcel.gains for token in gain.shown.tokens]
+    return sum(1 + len(token.top) for token in every) + sum(1 + len(one.top) for _, its in whole for one in its.prompt)
 
 
 def error_response(error: PdserveError | HttpFault, names: Mapping[str, str]) -> JSONResponse:
