@@ -155,9 +155,10 @@ def test_a_row_without_a_token_fails_the_leg_and_tells_no_token() -> None:
     assert close(target) == [ReportRelease]
 
 
-def test_every_prompt_token_but_the_first_is_scored_once_and_told_before_the_first_token() -> None:
+@pytest.mark.parametrize("output", [0, 3])
+def test_every_prompt_token_but_the_first_is_scored_once_and_told_before_the_first_token(output: int) -> None:
     target = scheduler(budget=3)
-    target.submit(replace(work(1, prompt=8, output=3, max_tokens=9), prompt_logprobs=True), 0.0)
+    target.submit(replace(work(1, prompt=8, output=output, max_tokens=9), prompt_logprobs=True), 0.0)
     target.granted(transfer(1), 0.0)
     told: list[Instruction] = []
     scored: list[int] = []
