@@ -61,6 +61,7 @@ def allow(request: inference_pb2.GenerateRequest, allowed: set[int], banned: set
 
 TOOLS = inference_pb2.ChatInput(messages=[inference_pb2.ChatMessage(role="user", content="")], tools=["{}"])
 
+LONG_WORDS = ["a" * length for length in range(100, 200)]
 TOO_FEW = inference_pb2.StopConditions(max_tokens=3, min_tokens=4)
 
 BAD: list[tuple[str, type[PdserveError], Change]] = [
@@ -125,6 +126,7 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
     ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", ""])),
     ("sampling.banned_words[0]", InvalidRequest, lambda r: r.sampling.banned_words.append("a" * 257)),
     ("sampling.banned_words[1]", InvalidRequest, lambda r: r.sampling.banned_words.extend(["a", "77"])),
+    ("sampling.banned_words", InvalidRequest, lambda r: r.sampling.banned_words.extend(LONG_WORDS)),
     ("stop.min_tokens", InvalidRequest, lambda r: r.stop.MergeFrom(TOO_FEW)),
 ]
 
@@ -133,6 +135,12 @@ BAD: list[tuple[str, type[PdserveError], Change]] = [
 def test_what_cannot_be_served_is_refused_by_name(field: str, kind: type[PdserveError], change: Change) -> None:
     error = refusal(change)
     assert (type(error), error.field) == (kind, field)
+
+
+def test_a_word_of_too_many_tokens_is_refused() -> None:
+    verbose = ServedModel("verbose", 100, True, lambda word: frozenset({(1,) * (5 * len(word))}))
+    error = refusal(lambda r: r.sampling.banned_words.extend(["short", "a" * 205]), verbose)
+    assert (type(error), error.field) == (InvalidRequest, "sampling.banned_words[1]")
 
 
 def test_chat_without_a_template_is_refused() -> None:

@@ -22,7 +22,10 @@ from pdserve.rpc.process import process_from_pb
 from pdserve.v1 import inference_pb2, node_pb2
 
 MAX_IDS_PER_MESSAGE = 128_000
-"""Prompt ids per message: with at most 5 bytes each the message stays well under 1 MiB; output ids count too."""
+"""Prompt ids per message: with at most 5 bytes each the message stays well under 1 MiB."""
+MAX_ID_BYTES = 5
+MAX_SUBMIT_BYTES = (1 << 20) - 4096
+"""A submit also holds output ids, lists of ids and a grammar: prompt ids fill what they leave of 1 MiB, and the rest follows."""
 
 _GRAMMAR_KINDS = {
     GrammarKind.JSON_SCHEMA: node_pb2.GRAMMAR_KIND_JSON_SCHEMA,
@@ -83,7 +86,6 @@ def cancel_message(session_id: int, attempt: int, reason: str, sequences: Iterab
 
 def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachRequest]:
     """Return the submit, and the parts that hold what does not fit into one message."""
-    room = max(0, MAX_IDS_PER_MESSAGE - len(submit.output_ids))
     first = node_pb2.Submit(
         session_id=facts.session_id,
         attempt=submit.attempt,
@@ -92,7 +94,6 @@ def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachR
         decode_incarnation=submit.decode or b"",
         request_label=facts.label,
         num_prompt_ids=len(facts.prompt_ids),
-        prompt_ids=facts.prompt_ids[:room],
         output_ids=submit.output_ids,
         sampling=_sampling_to_pb(facts.sampling),
         max_tokens=facts.max_tokens,
@@ -106,6 +107,8 @@ def submit_messages(facts: SubmitFacts, submit: Submit) -> list[node_pb2.AttachR
         top_logprobs=facts.top_logprobs,
         prompt_logprobs=submit.prompt_logprobs,
     )
+    room = max(0, min(MAX_IDS_PER_MESSAGE, (MAX_SUBMIT_BYTES - first.ByteSize()) // MAX_ID_BYTES))
+    first.prompt_ids.extend(facts.prompt_ids[:room])
     messages = [node_pb2.AttachRequest(submit=first)]
     for start in range(room, len(facts.prompt_ids), MAX_IDS_PER_MESSAGE):
         part = node_pb2.SubmitPart(

@@ -18,6 +18,9 @@ MAX_BIASED_IDS = 1024
 MAX_LISTED_IDS = 4096
 MAX_BANNED_WORDS = 256
 MAX_WORD_CHARS = 256
+MAX_WORD_TOKENS = 1024
+MAX_BANNED_TOKENS = 16_384
+"""Tokens of all banned words together, each in every way in which it is encoded."""
 DRAWN_SEED_BITS = 53
 """A drawn seed survives JSON, whose numbers are exact below 2**53; a client may send any 64 bits."""
 
@@ -122,7 +125,13 @@ def _checked_words(words: tuple[str, ...], encode_word: WordEncoder) -> tuple[tu
         ways = encode_word(word) - {()}
         if not ways:
             refuse(f"{field}[{index}]", "this model's tokenizer makes no token of the word", "leave it out")
+        if max(map(len, ways)) > MAX_WORD_TOKENS:
+            refuse(f"{field}[{index}]", f"the word has {max(map(len, ways))} tokens", f"at most {MAX_WORD_TOKENS}")
         sequences |= ways
+        if (num_tokens := sum(map(len, sequences))) > MAX_BANNED_TOKENS:
+            refuse(
+                field, f"the words have {num_tokens} tokens in all ways of writing them", f"at most {MAX_BANNED_TOKENS}"
+            )
     return tuple(sorted(sequences))
 
 
