@@ -151,6 +151,19 @@ def test_a_panic_of_the_library_is_one_grammars_fault(stage: Stage, monkeypatch:
     assert first == second == NotCompiled(Cause.REFUSED, "the grammar library failed: Panic")
 
 
+def test_without_a_thread_a_request_is_told_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where address space is limited, a deep stack may not be had: the process goes on, and the next request tries again."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        assert stage.request(1).cause is Cause.BUSY
+    stage.may_load.set()
+    assert stage.request(1).cause is Cause.REFUSED
+
+
 def test_after_close_nothing_is_taken(stage: Stage) -> None:
     stage.may_load.set()
     stage.request(1).wait()

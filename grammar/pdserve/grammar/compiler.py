@@ -59,8 +59,9 @@ class GrammarCompiler:
         """Call `done` once with what becomes of `grammar`: here and now if that is known, else on another thread."""
         with self._changed:
             outcome = self._known(grammar)
+            if outcome is None and not self._has_thread():
+                outcome = NotCompiled(Cause.BUSY, "no thread could be started to compile it")
             if outcome is None:
-                self._ensure_thread()
                 order = self._orders.setdefault(grammar, _Order())
                 order.waiters.append((done, self._clock.now_s() + self._limit_s))
                 self._changed.notify_all()
@@ -115,15 +116,21 @@ class GrammarCompiler:
             return NotCompiled(Cause.BUSY, f"{MAX_ORDERS} other grammars wait to be compiled")
         return None
 
-    def _ensure_thread(self) -> None:
+    def _has_thread(self) -> bool:
+        """Start the thread with the first request, and return whether there is one."""
         if self._thread is not None:
-            return
-        self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            return True
+        thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         before = threading.stack_size(STACK_BYTES)
         try:
-            self._thread.start()
+            thread.start()
+        except RuntimeError:
+            logger.exception("no thread with a stack of %d MiB can be started; see ulimit -v", STACK_BYTES >> 20)
+            return False
         finally:
             threading.stack_size(before)
+        self._thread = thread
+        return True
 
     def _run(self) -> None:
         while True:
