@@ -1,7 +1,7 @@
 """What a router submits is what a node understands, and what a node says is what the router understands: both sides' own code."""
 
 from dataclasses import replace
-from typing import get_args
+from typing import cast, get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +129,7 @@ def heard(event: node_pb2.LegEvent) -> LegEvent:
     [(session_id, said)] = events_from_pb(P, node_pb2.StepOutput(events=[event]))
     assert session_id == SESSION_ID
     assert isinstance(said, get_args(LegEvent))
-    return said
+    return cast("LegEvent", said)
 
 
 @given(st.lists(tokens, max_size=4).map(tuple), st.integers(0, 99))
