@@ -32,8 +32,6 @@ CLIENT_STALL_S = 60.0
 """Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
 MAX_INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
-MAX_INLINE_WORDS = 16
-"""Banned words up to this number are encoded on the event loop (about 0.1 ms each at worst)."""
 
 T = TypeVar("T")
 
@@ -226,9 +224,11 @@ class Answering:
         )
 
     async def _checked(self, call: GenerateCall) -> ValidRequest:
-        if len(call.banned_words) <= MAX_INLINE_WORDS:
+        if not call.banned_words:
             return validate(call, self.model.served)
-        return await self.on_thread(lambda: validate(call, self.model.served))
+        return await self.on_thread(
+            lambda: validate(call, self.model.served)
+        )  # words are encoded: up to a millisecond each
 
     def _max_tokens(self, request: ValidRequest, num_prompt_ids: int) -> int:
         loads = self.membership.loads()
