@@ -40,9 +40,9 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"messages": [USER]} | fields
 
 
-def test_a_completion_is_the_call_that_grpc_makes() -> None:
-    """Every field that both contracts have, with a value of its own."""
-    body = completion(
+def every_field() -> dict[str, Any]:
+    """Return a body with every field that both contracts have, each with a value of its own."""
+    return completion(
         model="m",
         n=3,
         temperature=0.5,
@@ -70,7 +70,10 @@ def test_a_completion_is_the_call_that_grpc_makes() -> None:
         prompt_logprobs=2,
         structured_outputs={"regex": "a+"},
     )
-    asked = parse_completion(body, "label")
+
+
+def test_a_completion_is_the_call_that_grpc_makes() -> None:
+    asked = parse_completion(every_field(), "label")
     message = pb.GenerateRequest(
         request_id="label",
         model="m",
