@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pdserve.core.ids import LegKey, TransferId
 from pdserve.core.work import SampledToken, Work
+from pdserve.decode_node.leg import DecodeLeg
 from pdserve.decode_node.sequence import Sequence
 from pdserve.engine.blocks import BlockLease
 from pdserve.node.reports import LegReport
@@ -67,7 +68,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: the sequences that get one token each, and the blocks that must be copied before they write."""
+    """One step: the sequences that get one token each, the leg of each, and the blocks that must be copied before they write."""
 
     sequences: tuple[Sequence, ...]
+    legs: tuple[DecodeLeg, ...]
     copies: tuple[BlockCopy, ...] = ()

@@ -199,31 +199,30 @@ class DecodeScheduler:
         """Return the next step, or None if nothing can run, and what to do before it."""
         self._admit(now_s)
         instructions: list[Instruction] = []
-        for sequence in self._sequences(SequenceState.RUNNING):
+        for _, sequence in self._sequences(SequenceState.RUNNING):
             if sequence.state is SequenceState.RUNNING:
                 instructions += self._make_room(sequence, now_s)
         runnable = [
-            sequence
-            for sequence in self._sequences(SequenceState.RUNNING)
+            (leg, sequence)
+            for leg, sequence in self._sequences(SequenceState.RUNNING)
             if not sequence.is_stalled and not self._holds(sequence)
         ]
         instructions += self.grant_waiting(now_s)
         if not runnable:
             return None, instructions
-        for sequence in runnable:
+        for leg, sequence in runnable:
             sequence.in_step = True
-            leg = self._legs[sequence.work.leg]
             leg.durations_s.setdefault("decode.queue", now_s - leg.adopted_s)
-        return StepPlan(tuple(runnable), tuple(self._copies(runnable))), instructions
+        legs, sequences = zip(*runnable, strict=True)
+        return StepPlan(sequences, legs, tuple(self._copies(sequences))), instructions
 
     def step_done(self, plan: StepPlan, results: Seq[ChunkResult], compute_s: float, now_s: float) -> list[Instruction]:
         """Take a step's results: what each sequence of the plan got."""
         instructions: list[Instruction] = []
-        legs = self._legs_of(plan)
+        legs = dict.fromkeys(plan.legs)
         for leg in legs:
             leg.durations_s["decode.compute"] = leg.durations_s.get("decode.compute", 0.0) + compute_s
-        for sequence, result in zip(plan.sequences, results, strict=True):
-            leg = self._legs[sequence.work.leg]
+        for leg, sequence, result in zip(plan.legs, plan.sequences, results, strict=True):
             sequence.in_step = False
             sequence.drop_source()
             if sequence.state is SequenceState.CLOSING:
@@ -247,7 +246,7 @@ class DecodeScheduler:
             if sequence.state is SequenceState.CLOSING:
                 sequence.let_go(now_s)
         instructions: list[Instruction] = []
-        for leg in self._legs_of(plan):
+        for leg in dict.fromkeys(plan.legs):
             instructions += self._end(leg, LegOutcome.FAILED, "engine_error", detail, now_s)
             instructions += self._let_go(leg, now_s)
         return instructions
@@ -255,8 +254,7 @@ class DecodeScheduler:
     @property
     def num_running(self) -> int:
         """Legs with a sequence in the batch."""
-        running = {sequence.work.leg for sequence in self._sequences(SequenceState.RUNNING)}
-        return len(running)
+        return len({leg for leg, _ in self._sequences(SequenceState.RUNNING)})
 
     @property
     def num_waiting(self) -> int:
@@ -274,12 +272,12 @@ class DecodeScheduler:
     @property
     def num_held(self) -> int:
         """Sequences that stand at the test hook."""
-        return sum(sequence.is_held for sequence in self._sequences())
+        return sum(sequence.is_held for _, sequence in self._sequences())
 
     @property
     def num_stalled(self) -> int:
         """Running sequences that wait for a block."""
-        return sum(sequence.is_stalled for sequence in self._sequences())
+        return sum(sequence.is_stalled for _, sequence in self._sequences())
 
     def describe(self, now_s: float) -> list[dict[str, object]]:
         """Return every leg's stage and age, and how far its sequences are."""
@@ -322,11 +320,8 @@ class DecodeScheduler:
     def _in_order(self) -> list[DecodeLeg]:
         return sorted(self._legs.values(), key=lambda leg: leg.work.arrived_s)
 
-    def _legs_of(self, plan: StepPlan) -> list[DecodeLeg]:
-        return list({sequence.work.leg: self._legs[sequence.work.leg] for sequence in plan.sequences}.values())
-
-    def _sequences(self, *states: SequenceState) -> list[Sequence]:
-        return [s for leg in self._in_order() for s in leg.sequences if not states or s.state in states]
+    def _sequences(self, *states: SequenceState) -> list[tuple[DecodeLeg, Sequence]]:
+        return [(leg, s) for leg in self._in_order() for s in leg.sequences if not states or s.state in states]
 
     def _reserve(self, leg: DecodeLeg) -> bool:
         if leg.lease is not None:
@@ -340,7 +335,7 @@ class DecodeScheduler:
 
     def _admit(self, now_s: float) -> None:
         room = max(0, self._limits.max_batch - self.count(SequenceState.RUNNING))
-        ready = [s for s in self._sequences(SequenceState.READY) if not self._legs[s.work.leg].awaits_constraint]
+        ready = [s for leg, s in self._sequences(SequenceState.READY) if not leg.awaits_constraint]
         for sequence in ready[:room]:
             sequence.life.advance(SequenceEvent.RUN, now_s)
 
