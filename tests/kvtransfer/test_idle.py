@@ -12,14 +12,17 @@ import pytest
 from pdserve.core.clock import SystemClock
 from pdserve.core.link_faults import LinkFaults
 from pdserve.core.link_shape import LinkShape
-from pdserve.kvtransfer import PeerDown, PeerUp
+from pdserve.kvtransfer import LinkSettings, PeerDown, PeerUp
 from pdserve.kvtransfer.channel import Channel, ChannelEvent
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 from tests.kvtransfer.nodes import Pair, check_a_transfer_works, settings
 
-QUICK = {"lease_s": 0.6, "beat_s": 0.1}
+
+def quick() -> LinkSettings:
+    """Settings under which silence is soon noticed."""
+    return settings(lease_s=0.6, beat_s=0.1)
 
 
 class Wire:
@@ -91,7 +94,7 @@ class Wire:
 @pytest.fixture
 def wired() -> Iterator[tuple[Pair, Wire]]:
     """Two ends whose connection runs over a relay."""
-    pair = Pair.make(ZeroMqChannel, settings(**QUICK), settings(**QUICK)).start(meet=False)
+    pair = Pair.make(ZeroMqChannel, quick(), quick()).start(meet=False)
     wire = Wire(int(pair.receiver.endpoint.rpartition(":")[2]))
     pair.receiver.set_peers(frozenset({pair.sender_settings.incarnation}))
     pair.sender.set_peers({pair.receiver_settings.incarnation: wire.address})
@@ -111,7 +114,7 @@ def test_the_first_transfer_after_an_idle_connection_was_lost(wired: tuple[Pair,
     pair.sent.wait(PeerDown)
     pair.received.wait(PeerDown)
     check_a_transfer_works(pair)
-    assert pair.sent.wait(PeerUp, num=2)
+    pair.sent.wait(PeerUp, num=2)
 
 
 class CountingChannel(ZeroMqChannel):

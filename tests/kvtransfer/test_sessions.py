@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.core.ids import TransferId
 from pdserve.core.link_faults import FaultKind, LinkFaults
 from pdserve.core.link_shape import LinkShape
-from pdserve.kvtransfer.events import Acked, Received
+from pdserve.kvtransfer.events import Acked, Received, SendFailed
 from tests.kvtransfer.stepped import NUM_TOKENS, SteppedPair
 
 LONGEST_S = 60.0
@@ -116,6 +116,24 @@ def test_a_clean_link_always_succeeds() -> None:
     ids = [pair.whole() for _ in range(5)]
     pair.end(LONGEST_S)
     assert [event.transfer_id for event in pair.received if isinstance(event, Received)] == ids
+    ends_well(pair)
+
+
+def test_failures_are_counted_and_a_full_node_is_none() -> None:
+    """Failure class 27: what goes wrong with transfers shows, also where a retry hides it from clients."""
+    # The sender's frames: HELLO, two OPENs, DATA.
+    pair = SteppedPair(LinkFaults(at=((FaultKind.CORRUPT, 4),)), NONE)
+    pair.will_grant = lambda _: False
+    refused = pair.start()
+    pair.settle()
+    pair.receiver.table.refuse(refused, "BUSY", pair.now_s)
+    pair.settle()
+    pair.will_grant = lambda _: True
+    pair.whole()
+    pair.end(LONGEST_S)
+    failures = [event for event in pair.sent if isinstance(event, SendFailed)]
+    assert [(event.reason, event.busy) for event in failures] == [("kv_nack_busy", True), ("kv_nack_checksum", False)]
+    assert [shell.herald.gauges["kv_failed_total"] for shell in pair.shells] == [1, 1]
     ends_well(pair)
 
 

@@ -134,7 +134,8 @@ class _ReceiveShell:
     ) -> None:
         self.table = ReceiverTable(settings)
         self.address = ""
-        self.herald = Herald(on_event, self.table.gauges)
+        self._num_failed = 0
+        self.herald = Herald(on_event, self._measure_gauges)
         self._sink = sink
         self._host = host
         self._port = port
@@ -164,6 +165,7 @@ class _ReceiveShell:
         while (instruction := self.table.take()) is not None:
             match instruction:
                 case Emit(event):
+                    self._num_failed += isinstance(event, ReceiveFailed) and not event.busy
                     self.herald.announce(event)
                 case _ if self._is_channel_dropped:
                     pass
@@ -193,6 +195,9 @@ class _ReceiveShell:
 
     def drop_channel(self) -> None:
         self._is_channel_dropped = True
+
+    def _measure_gauges(self) -> dict[str, float]:
+        return self.table.gauges() | {"kv_failed_total": self._num_failed}
 
     def _place(self, place: Place, now_s: float) -> None:
         begun_s = self._clock.now_s()

@@ -135,6 +135,7 @@ class _SendShell:
     ) -> None:
         self.table = SenderTable(settings)
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
+        self._num_failed = 0
         self.herald = Herald(on_event, self._measure_gauges)
         self._source = source
         self._clock = clock
@@ -162,6 +163,7 @@ class _SendShell:
         while (instruction := self.table.take()) is not None:
             match instruction:
                 case Emit(event):
+                    self._num_failed += isinstance(event, SendFailed) and not event.busy
                     self.herald.announce(event)
                 case _ if self._is_channel_dropped:
                     pass
@@ -197,7 +199,8 @@ class _SendShell:
         self._is_channel_dropped = True
 
     def _measure_gauges(self) -> dict[str, float]:
-        return self.table.gauges() | {"kv_staging_bytes": self.staging.leased_bytes}
+        own = {"kv_staging_bytes": self.staging.leased_bytes, "kv_failed_total": self._num_failed}
+        return self.table.gauges() | own
 
     def _send(self, instruction: Send, now_s: float) -> None:
         try:
