@@ -339,6 +339,63 @@ def play(world: FamilyWorld, step: Step) -> None:
             pass
 
 
+GOOD_WALKS: dict[str, list[Step]] = {
+    "undisturbed": [
+        ("place", 0, 0),
+        ("first", 0, 0),
+        ("adopted", 0, 0),
+        *[("token", 0, spot) for spot in (1, 4, 2, 5)],
+    ],
+    "parted": [
+        ("place", 0, 0),
+        ("first", 0, 0),
+        ("lost", 0, "D"),
+        ("place", 0, 1),
+        ("place", 1, 1),
+        ("adopted", 1, 0),
+        ("first", 0, 0),
+        *[("token", 1, spot) for spot in (4, 5)],
+    ],
+}
+ANYTHING: list[Step] = [
+    *[(kind, number, age) for kind in ("first", "adopted") for number in (0, 1) for age in (0, 1)],
+    *[("token", number, spot) for number in (0, 1) for spot in (1, 2, 4, 5)],
+    *[("place", number, 0) for number in (0, 1)],
+    *[
+        ("ended", number, (who, outcome))
+        for number in (0, 1)
+        for who in "PD"
+        for outcome in (LegOutcome.FINISHED, LegOutcome.FAILED, LegOutcome.EVICTED)
+    ],
+    *[("released", number, who) for number in (0, 1) for who in "PD"],
+    ("lost", 0, "P"),
+    ("lost", 0, "D"),
+    ("tick", 0, 0),
+]
+LOSSES = [
+    ("lost", 0, "P"),
+    ("lost", 0, "D"),
+    ("ended", 0, ("D", LegOutcome.EVICTED)),
+    ("ended", 1, ("P", LegOutcome.FAILED)),
+]
+
+
+@pytest.mark.parametrize("name", GOOD_WALKS)
+def test_whatever_is_said_at_whatever_point_and_then_a_loss(name: str) -> None:
+    """Every event at every point of a walk, followed by every loss: good nodes still complete both sequences."""
+    steps = GOOD_WALKS[name]
+    for point in range(len(steps) + 1):
+        for event in ANYTHING:
+            for loss in LOSSES:
+                world = FamilyWorld(LETTERS[:2], max_attempts=100)
+                for step in (*steps[:point], event, loss, *steps[point:]):
+                    play(world, step)
+                world.run_to_the_end()
+                assert isinstance(world.end, Answer), (point, event, loss)
+                for sequence in (0, 1):
+                    assert tuple(world.shown[sequence]) == LETTERS[sequence][:3], (point, event, loss)
+
+
 @pytest.mark.parametrize("batch", range(6))
 def test_any_order_of_events_ends_well(batch: int) -> None:
     """Never raises; tokens once and in order per sequence; one end per sequence; one summary or error; no leg left."""

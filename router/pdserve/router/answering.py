@@ -226,9 +226,8 @@ class Answering:
     async def _checked(self, call: GenerateCall) -> ValidRequest:
         if not call.banned_words:
             return validate(call, self.model.served)
-        return await self.on_thread(
-            lambda: validate(call, self.model.served)
-        )  # words are encoded: up to a millisecond each
+        # Encoding a word takes up to a millisecond, and there may be hundreds.
+        return await self.on_thread(lambda: validate(call, self.model.served))
 
     def _max_tokens(self, request: ValidRequest, num_prompt_ids: int) -> int:
         loads = self.membership.loads()
