@@ -28,6 +28,7 @@ WELL_FORMED = [
     ("hermes", f"Let me look.\n<tool_call>\n{call_text(*WEATHER)}\n</tool_call>", "Let me look.\n", (WEATHER,)),
     ("hermes", f"<tool_call>{call_text(*WEATHER)}</tool_call> Done.", " Done.", (WEATHER,)),
     ("hermes", f'<tool_call>{{"arguments": {ADD[1]}, "name": "add"}}</tool_call>', "", (ADD,)),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {ADD[1]}, "note": "some text", "n": 1, "x": {{}}}}</tool_call>', "", (ADD,)),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", (("now", "{}"),)),
     ("hermes", f"<tool_call>{call_text(*ADD)}", "", (ADD,)),
     ("hermes", f"<tool_call>{call_text(*ADD)}\n<tool_call>{call_text(*WEATHER)}", "", (ADD, WEATHER)),
