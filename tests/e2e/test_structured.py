@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import jsonschema
 import pytest
 import pytest_asyncio
@@ -19,7 +20,7 @@ from pdserve.client.language import Grammar, JsonObject, JsonSchema, Language, O
 from pdserve.core.errors import AttemptsExhausted, GrammarNotServed, InvalidRequest, PdserveError
 from pdserve.core.work import FinishReason
 from pdserve.grammar.compiling import SCHEMA_OPTIONS
-from tests.e2e.cluster import Cluster, start_cluster
+from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster
 from tests.e2e.tiny_model import EOS_ID, _reference, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -179,6 +180,39 @@ async def test_a_grammar_that_the_library_gives_up_fails_its_own_request_only(cl
         await cluster.answer("wide", Options(max_tokens=50, structured_output=JsonSchema(TOO_WIDE)))
     assert (await beside).token_ids == alone.token_ids
     assert await cluster.gauge("decode0", "failed_steps") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "language"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}},
+            JsonSchema(PERSON),
+        ),
+        ({"guided_json": PERSON}, JsonSchema(PERSON)),
+        ({"structured_outputs": {"regex": DIGITS}}, Regex(DIGITS)),
+        ({"guided_choice": COLOURS}, OneOf(COLOURS)),
+        ({"structured_outputs": {"grammar": LARK}}, Grammar(LARK)),
+    ],
+    ids=["response_format", "guided_json", "regex", "choice", "grammar"],
+)
+async def test_over_http_every_spelling_holds(cluster: Cluster, fields: dict[str, Any], language: Language) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=DEADLINE_S) as http:
+        messages = [{"role": "user", "content": "answer"}]
+        body = {"messages": messages, "max_tokens": MAX_TOKENS, "seed": 3, **fields}
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+        assert obeys(language, answer["choices"][0]["message"]["content"])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_over_http_a_refusal_names_the_clients_own_field(cluster: Cluster) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"not": {}}}}
+    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http}", timeout=DEADLINE_S) as http:
+        answer = await http.post("/v1/completions", json={"prompt": "x", "response_format": schema})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "grammar_not_served")
+    assert error["param"].startswith("response_format")
+    assert '"not"' in error["message"]
 
 
 async def test_a_decode_node_killed_in_mid_answer_changes_nothing(tiny: Path, tmp_path: Path) -> None:
