@@ -1,15 +1,15 @@
 """What choosing the tokens adds to a decode step of the engine: greedy, with some parameters, and with all of them.
 
-`python -m tests.bench.processors` prints one JSON record. Step and choice are measured in the same run, one engine thread; every
-choice is of all rows of the step, each with a sequence of its own.
+`python -m tests.bench.processors` prints one JSON record. Forward and choices are measured in turn, as CPU time of the one engine
+thread, which neighbours disturb least; every choice is of all rows of the step, each with a sequence of its own.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from pdserve.core.models import DEFAULT_MODEL, resolve_model_dir
 from pdserve.core.work import Sampling
@@ -23,7 +23,9 @@ from tests.bench.machine import describe_machine, quantile
 BATCH = 32
 CONTEXT = 256
 NUM_OUTPUTS = 64
+WARM_UP = 2
 REPEATS = 15
+FORWARD = "forward"
 END_IDS = frozenset({2})
 PENALTIES = Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
 ALL = Sampling(
@@ -87,10 +89,15 @@ def processors_cost() -> dict[str, object]:
         ]
         assert isinstance(choice, Chosen)
         chunks.append(SequenceChunk((choice.token_id,), CONTEXT, lease.block_ids, (greedy,)))
-    # The same step again and again: it writes the same positions.
     logits = engine.logits(chunks)
-    forward_ms = _median_ms(lambda: engine.logits(chunks))
-    costs = {name: _choice_ms(logits, sampling, prompts, is_full=name == "all") for name, sampling in CASES.items()}
+    works: dict[str, Callable[[], object]] = {
+        FORWARD: lambda: engine.logits(chunks)
+    }  # it writes the same positions each time
+    for name, sampling in CASES.items():
+        rows = [_row(sampling, prompt, n, is_full=name == "all") for n, prompt in enumerate(prompts)]
+        works[name] = partial(sample, logits, rows)
+    costs = _median_ms(works)
+    forward_ms = costs.pop(FORWARD)
     return {
         "batch": BATCH,
         "vocabulary": engine.vocab_size,
@@ -101,11 +108,6 @@ def processors_cost() -> dict[str, object]:
     }
 
 
-def _choice_ms(logits: Tensor, sampling: Sampling, prompts: list[tuple[int, ...]], *, is_full: bool) -> float:
-    rows = [_row(sampling, prompt, n, is_full=is_full) for n, prompt in enumerate(prompts)]
-    return _median_ms(lambda: sample(logits, rows))
-
-
 def _row(sampling: Sampling, prompt: tuple[int, ...], number: int, *, is_full: bool) -> SampledRow:
     outputs = [(11 * i + 31 * number) % 3000 for i in range(NUM_OUTPUTS)]
     if not is_full:
@@ -114,15 +116,17 @@ def _row(sampling: Sampling, prompt: tuple[int, ...], number: int, *, is_full: b
     return SampledRow(sampling, number, NUM_OUTPUTS, 20, state)
 
 
-def _median_ms(work: Callable[[], object]) -> float:
-    work()
-    times = []
-    with torch.inference_mode():
-        for _ in range(REPEATS):
-            began_s = time.perf_counter()
+@torch.inference_mode()
+def _median_ms(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Measure all in turn, again and again: what disturbs the machine for a while disturbs each."""
+    times = {name: list[float]() for name in works}
+    for repeat in range(WARM_UP + REPEATS):
+        for name, work in works.items():
+            began_s = time.thread_time()
             work()
-            times.append(1000 * (time.perf_counter() - began_s))
-    return quantile(times, 0.5)
+            if repeat >= WARM_UP:
+                times[name].append(1000 * (time.thread_time() - began_s))
+    return {name: quantile(taken, 0.5) for name, taken in times.items()}
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ from pdserve.core.work import Sampling
 from pdserve.kernels.logits import IdArray, SampledRow
 from pdserve.kernels.philox import MAX_NOISE, gumbel, gumbel_of_rows, uniform
 
-FloatArray = NDArray[np.float32] | NDArray[np.float64]
 Candidates = tuple[IdArray, NDArray[np.float64]]
 """Ids [n], ascending, and their z [n]."""
 
@@ -59,7 +58,8 @@ def contenders(scores: NDArray[np.float32], row: SampledRow) -> Candidates:
     unseen; of the others the uniform is enough: g >= t means u <= 1 - exp(-exp(-t)), which is at most exp(-t).
     """
     sampling = row.sampling
-    ids, z = keep(scores, sampling, kth_largest(scores, NUM_FAVOURITES))
+    has_few = 0 < sampling.top_k <= NUM_FAVOURITES
+    ids, z = keep(scores, sampling, LOWEST if has_few else kth_largest(scores, NUM_FAVOURITES))
     if ids.shape[0] < NUM_FAVOURITES:
         return ids, z  # nobody else is kept
     bound = float((z + gumbel(sampling.seed, ids, row.position, row.sequence)).max())
@@ -93,35 +93,48 @@ def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST)
 def _nucleus(scores: NDArray[np.float32], border: float, sampling: Sampling) -> IdArray:
     """Return the smallest set of ids, ascending, whose probability among those with logits from `border` on reaches top_p."""
     best = float(scores.max())
+    if border > LOWEST:
+        ids = np.flatnonzero(scores >= border)
+        z = _z(scores[ids], best, sampling.temperature)
+        return np.sort(ids[_likeliest(z, sampling.top_p * float(np.exp(z).sum()))])
     goal = sampling.top_p * sum(
-        float(np.exp(_z(part[part >= border], best, sampling.temperature)).sum())
-        for part in (scores[start : start + BLOCK] for start in range(0, scores.shape[0], BLOCK))
+        float(np.exp(_z(scores[start : start + BLOCK], best, sampling.temperature)).sum())
+        for start in range(0, scores.shape[0], BLOCK)
     )
     guess = NUCLEUS_GUESS
     while True:
         least = kth_largest(scores, guess)
-        likeliest = np.flatnonzero(scores >= max(border, least))
-        z = _z(scores[likeliest], best, sampling.temperature)
-        order = np.argsort(-z, kind="stable")
-        reached = np.cumsum(np.exp(z[order]))
-        if reached[-1] >= goal or least <= border:
-            # An id stays while those before it have not reached the goal.
-            return np.sort(likeliest[order[: 1 + int(np.searchsorted(reached, goal))]])
+        ids = np.flatnonzero(scores >= max(least, LOWEST))
+        chosen = _likeliest(_z(scores[ids], best, sampling.temperature), goal)
+        if chosen.shape[0] < ids.shape[0] or least <= LOWEST or ids.shape[0] == scores.shape[0]:
+            return np.sort(ids[chosen])
         guess *= 8
+
+
+def _likeliest(z: NDArray[np.float64], goal: float) -> IdArray:
+    """Return the places of the largest z [n], the best first, until their weights reach `goal`; all if they do not."""
+    order = np.argsort(-z, kind="stable")
+    # An id stays while those before it have not reached the goal.
+    return order[: 1 + int(np.searchsorted(np.cumsum(np.exp(z[order])), goal))]
 
 
 def _z(scores: NDArray[np.float32], best: float, temperature: float) -> NDArray[np.float64]:
     return (scores.astype(np.float64) - best) / temperature
 
 
-def kth_largest(values: FloatArray, k: int) -> float:
+def kth_largest(values: NDArray[np.float32], k: int) -> float:
     """Return the k-th largest of `values` [n]; the smallest if there are fewer.
 
-    The k-th largest of the maxima of n / 64 groups is a lower bound, above which few values lie.
+    The k-th largest of the maxima of n / 64 groups is a lower bound, above which few values lie; where most is forbidden, what
+    is not.
     """
-    width = values.shape[0] // FOLD
+    num_values, width = values.shape[0], values.shape[0] // FOLD
+    bound = -np.inf
     if k < width:
         maxima = values[: width * FOLD].reshape(FOLD, width).max(axis=0)
-        values = values[values >= np.partition(maxima, width - k)[width - k]]
-    place = max(values.shape[0] - k, 0)
-    return float(np.partition(values, place)[place])
+        bound = float(np.partition(maxima, width - k)[width - k])
+    candidates = values[values >= max(bound, LOWEST)]
+    if candidates.shape[0] < min(k, num_values):
+        return -np.inf
+    place = max(candidates.shape[0] - k, 0)
+    return float(np.partition(candidates, place)[place])
