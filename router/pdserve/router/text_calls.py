@@ -56,7 +56,11 @@ class TextCalls:
                 ids = await self._encode_bare(given.text)
             else:
                 ids = await self._answering.encode(given)
-        tokens = tuple(model.tokenizer.id_to_token(token_id) or "" for token_id in ids)
+
+            def names() -> tuple[str, ...]:
+                return tuple(model.tokenizer.id_to_token(token_id) or "" for token_id in ids)
+
+            tokens = names() if len(ids) <= MAX_INLINE_CHARS else await self._answering.on_thread(names)
         return Tokenized(ids, tokens, self._answering.max_model_len)
 
     async def detokenize(self, call: DetokenizeCall) -> str:

@@ -19,6 +19,7 @@ CHAT_PARAMS: Mapping[str, str] = {
     "chat.messages": "messages",
     "chat.tools": "tools",
     "chat.tool_choice": "tool_choice",
+    "chat.tool_choice.name": "tool_choice.function.name",
     "chat.template_arguments": "chat_template_kwargs",
     "chat.add_generation_prompt": "add_generation_prompt",
     "chat.continue_final_message": "continue_final_message",
