@@ -113,7 +113,7 @@ async def test_a_lost_node_parts_the_sequences_and_the_client_sees_one_answer(tm
         assert [list(part.output_ids) for part in parts] == [[IDS[0]], [IDS[1], IDS[4]]]
         assert parts[0].session_id == first.session_id != parts[1].session_id
         assert parts[1].transfer_id == b"", "one token is left: nothing is handed over"
-        assert stage.gauges()["admitted"] == 1, "it is one request"
+        assert (stage.gauges()["admitted"], stage.gauges()["sessions"]) == (2, 2), "two answers, now two sessions"
         stage.prefill[0].first_tokens(parts[1], [IDS[5]], num_cached_tokens=99)
         stage.prefill[0].first_tokens(parts[0], [IDS[6]], num_cached_tokens=99)
         stage.decode[0].adopted(parts[0])

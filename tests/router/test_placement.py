@@ -207,6 +207,43 @@ def test_admission_is_bounded_and_says_when_to_come_back() -> None:
         admission.leave(4.0)
 
 
+def test_admission_counts_answers_and_lets_a_large_request_in_alone() -> None:
+    admission = Admission(max_sessions=4, max_queue=1)
+    admission.admit(0, 3)
+    with pytest.raises(Overloaded):
+        admission.admit(0, 2)
+    admission.admit(0)
+    admission.leave(1.0, 3)
+    admission.leave(2.0)
+    admission.admit(0, 64)
+    assert admission.num_open == 64
+    with pytest.raises(Overloaded):
+        admission.admit(0)
+    with pytest.raises(ValueError, match="more requests left"):
+        admission.leave(3.0, 65)
+
+
+def test_answers_to_one_prompt_go_where_all_of_them_fit() -> None:
+    """They share the prompt's full blocks: 2 of 16 tokens; 50 tokens each take 2 more per answer."""
+    small, large = replace(D1, num_blocks=9), replace(D2, num_blocks=10, num_running=9)
+    asked = query(num_tokens=40, max_len=50, num_sequences=4)
+    assert placed(asked, P1, small, large) == ("P1", "D2")
+    assert placed(replace(asked, num_sequences=3), P1, small, large) == ("P1", "D1")
+    assert placed(replace(asked, num_sequences=1), P1, replace(small, num_blocks=1), large) == ("P1", "D1")
+    assert isinstance(place(asked, [P1, small], POLICY), Unplaceable)
+
+
+def test_room_is_looked_for_all_answers() -> None:
+    """Each of them needs a block of its own at once, besides the two full ones that they share."""
+    tight, roomy = (
+        replace(D1, num_blocks=50, num_free_blocks=5),
+        replace(D2, num_blocks=50, num_free_blocks=6, num_running=9),
+    )
+    asked = query(num_tokens=40, max_len=50, num_sequences=4)
+    assert placed(asked, P1, tight, roomy) == ("P1", "D2")
+    assert placed(replace(asked, num_sequences=3), P1, tight, roomy) == ("P1", "D1")
+
+
 def test_the_line_keeps_resumes_ahead_and_each_by_age() -> None:
     line = WaitingLine()
     line.join(query(session_id=1, arrived_s=3.0))

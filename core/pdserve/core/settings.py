@@ -152,7 +152,7 @@ class RouterSettings(ProcessSettings):
     decode: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Addresses of decode nodes, HOST:PORT, comma-separated."
     )
-    max_sessions: Positive = Field(1024, description="Open sessions, waiting ones included; more are refused.")
+    max_sessions: Positive = Field(1024, description="Open answers (n of each request), waiting ones included; more are refused.")
     max_queue: Positive = Field(256, description="Requests that may wait for a node; more are refused.")
     queue_wait_s: Seconds = Field(60.0, description="Longest wait for a node before a request is refused.")
     max_attempts: Positive = Field(4, description="Failed attempts after which a request ends with an error.")

@@ -12,8 +12,9 @@ MAX_RETRY_S = 30.0
 
 
 class Admission:
-    """Counts open sessions and waiting ones against their bounds.
+    """Counts open answers and waiting sessions against their bounds: a request of several answers may become as many sessions.
 
+    A request alone is let in however many answers it asks for.
     `retry_after_s` is the length of the line times the smoothed time between two departures of one busy period.
     """
 
@@ -25,21 +26,21 @@ class Admission:
         self.num_refused = 0
         self.is_draining = False
 
-    def admit(self, num_waiting: int) -> None:
+    def admit(self, num_waiting: int, num_sequences: int = 1) -> None:
         """Let one request in. Raises Draining or Overloaded."""
         if self.is_draining:
             raise Draining("the router takes no new work", hint="send the request to another router", retry_after_s=1.0)
-        if self.num_open >= self._max_sessions:
-            self._refuse(f"{self.num_open} requests are open", num_waiting)
+        if self.num_open and self.num_open + num_sequences > self._max_sessions:
+            self._refuse(f"{self.num_open} answers are open", num_waiting)
         if num_waiting >= self._max_queue:
             self._refuse(f"{num_waiting} requests wait for nodes", num_waiting)
-        self.num_open += 1
+        self.num_open += num_sequences
 
-    def leave(self, now_s: float) -> None:
-        """Let one request out."""
-        if self.num_open <= 0:
+    def leave(self, now_s: float, num_sequences: int = 1) -> None:
+        """Let one request out, with all its sequences."""
+        if self.num_open < num_sequences:
             raise ValueError("more requests left than came")
-        self.num_open -= 1
+        self.num_open -= num_sequences
         if self._left_s is not None:
             self._interval_s += SMOOTHING * (now_s - self._left_s - self._interval_s)
         # An idle hour says nothing of how fast requests leave.

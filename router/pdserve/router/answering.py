@@ -205,13 +205,13 @@ class Answering:
     async def _open(self, call: GenerateCall, received_s: float, deadline_s: float | None) -> OpenSession:
         request = await self._checked(call)
         timeline = TimelineRecorder(received_s)
-        self.admission.admit(self.sessions.num_waiting)
+        self.admission.admit(self.sessions.num_waiting, request.n)
         try:
             prompt_ids = await self.encode(request.input)
             max_tokens = self._max_tokens(request, len(prompt_ids))
             await self._grammars.check(call, request.sampling.grammar)
         except BaseException:  # a cancelled call leaves as well
-            self.admission.leave(self.clock.now_s())
+            self.admission.leave(self.clock.now_s(), request.n)
             raise
         return self.sessions.open(
             request,

@@ -202,9 +202,9 @@ class Sessions:
     def check_invariants(self) -> list[str]:
         """Return what is wrong; empty when all is well."""
         faults = [fault for entry in self._open.values() for fault in entry.session.check_invariants()]
-        num_requests = len({id(entry.family) for entry in self._open.values()})
-        if self._admission.num_open < num_requests:
-            faults.append(f"{num_requests} requests are open, {self._admission.num_open} were admitted")
+        num_answers = sum({id(entry.family): entry.request.n for entry in self._open.values()}.values())
+        if self._admission.num_open < num_answers:
+            faults.append(f"{num_answers} answers are open, {self._admission.num_open} were admitted")
         waiting = [session_id for session_id in self._placing.session_ids if session_id not in self._open]
         faults += [f"{session_id} waits and is not open" for session_id in waiting]
         return faults
@@ -334,6 +334,7 @@ class Sessions:
             top_logprobs=request.top_logprobs,
         )
         num_tokens = len(facts.prompt_ids) + len(submit.output_ids)
+        block_sizes = {hello.incarnation: hello.process.block_size for hello in hellos if hello is not None}
         messages = pb_nodes.submit_messages(wire, submit)
         for node in (submit.decode, submit.prefill):
             if node is None:
@@ -341,7 +342,8 @@ class Sessions:
             if not self._membership.send(node, messages):
                 entry.events.append(NodeLost(node, "the stream is gone"))
                 return
-            self._membership.placed(node, (facts.session_id, submit.attempt), num_tokens)
+            num_more = (submit.num_sequences - 1) * block_sizes.get(node, 0) if node == submit.decode else 0
+            self._membership.placed(node, (facts.session_id, submit.attempt), num_tokens + num_more)
         entry.events.append(Submitted(submit.attempt))
 
     def _heed_loss(self, entry: OpenSession, event: LegEnded) -> None:
@@ -383,7 +385,7 @@ class Sessions:
         if entry.timer is not None:
             entry.timer.cancel()
         if not self._members(entry.family):
-            self._admission.leave(self._clock.now_s())
+            self._admission.leave(self._clock.now_s(), entry.request.n)
         self.num_stray_events += entry.session.num_stray_events
         if not self._open:
             self.on_idle()
