@@ -215,18 +215,22 @@ async def test_over_http_a_refusal_names_the_clients_own_field(cluster: Cluster)
     assert '"not"' in error["message"]
 
 
-async def test_a_decode_node_killed_in_mid_answer_changes_nothing(tiny: Path, tmp_path: Path) -> None:
-    """The state of the grammar is rebuilt from token ids: the resumed answer is the undisturbed one, token by token."""
-    options = Options(max_tokens=MAX_TOKENS, structured_output=JsonSchema(PERSON), temperature=1.0, seed=11)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_decode_node_killed_in_mid_answer_changes_nothing(tiny: Path, tmp_path: Path, n: int) -> None:
+    """The state of each grammar is rebuilt from token ids: the resumed answers are the undisturbed ones, token by token."""
+    options = Options(max_tokens=MAX_TOKENS, structured_output=JsonSchema(PERSON), temperature=1.0, seed=11, n=n)
     async with start_cluster(tiny, tmp_path, decode=(("--hold-at", "decoding:8"), ())) as running:
         tasks = [asyncio.create_task(running.answer("a person", options)) for _ in range(2)]
-        await running.until_held("decode0")
+        await running.until_held("decode0", n)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         running.nodes["decode0"].kill()
         answers: list[Answer] = await asyncio.gather(*tasks)
-        assert answers[0].token_ids == answers[1].token_ids
-        assert len(answers[0].token_ids) > 9
-        jsonschema.validate(json.loads(answers[0].text), PERSON)
+        tokens = [[choice.token_ids for choice in answer.choices] for answer in answers]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == n
+        assert all(len(ids) > 9 for ids in tokens[0])
+        for choice in answers[0].choices:
+            jsonschema.validate(json.loads(choice.text), PERSON)
         assert sorted(answer.summary.timeline.attempts for answer in answers if answer.summary) == [1, 2]
         await running.leak_oracle()
 
