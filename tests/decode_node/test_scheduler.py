@@ -18,7 +18,8 @@ from pdserve.decode_node.instructions import (
     StepPlan,
 )
 from pdserve.decode_node.leg import DECODE_LEG_TABLE, LegEvent, LegStage
-from pdserve.decode_node.scheduler import DecodeLimits, DecodeScheduler
+from pdserve.decode_node.limits import DecodeLimits
+from pdserve.decode_node.scheduler import DecodeScheduler
 from pdserve.decode_node.sequence import SEQUENCE_TABLE, SequenceEvent, SequenceState
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool

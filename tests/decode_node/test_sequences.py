@@ -15,7 +15,8 @@ from pdserve.decode_node.instructions import (
     StepPlan,
 )
 from pdserve.decode_node.leg import LegStage
-from pdserve.decode_node.scheduler import DecodeLimits, DecodeScheduler
+from pdserve.decode_node.limits import DecodeLimits
+from pdserve.decode_node.scheduler import DecodeScheduler
 from pdserve.decode_node.sequence import SequenceState
 from pdserve.engine.batch import Chosen, ChunkResult
 from pdserve.engine.blocks import BlockPool

@@ -19,7 +19,8 @@ from pdserve.decode_node.instructions import (
 )
 from pdserve.decode_node.intake import Intake
 from pdserve.decode_node.leg import LegStage
-from pdserve.decode_node.scheduler import DecodeLimits, DecodeScheduler
+from pdserve.decode_node.limits import DecodeLimits
+from pdserve.decode_node.scheduler import DecodeScheduler
 from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker
 from pdserve.engine.blocks import BlockPool

@@ -7,7 +7,6 @@ sequences share the context's full blocks, and each copies the last, partial one
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from pdserve.core.hold import Hold, HoldStage
 from pdserve.core.ids import LegKey, TransferId
@@ -30,24 +29,12 @@ from pdserve.decode_node.leg import (
     LegEvent,
     LegStage,
     fault_of_first_tokens,
-    num_blocks_at_most,
 )
+from pdserve.decode_node.limits import DecodeLimits
 from pdserve.decode_node.sequence import Sequence, SequenceEvent, SequenceState
 from pdserve.engine.batch import Chosen, ChunkResult, RowFailed
 from pdserve.engine.blocks import BlockPool
 from pdserve.node.reports import ReportEnd, ReportRelease
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeLimits:
-    """Bounds of scheduling; see `DecodeSettings`."""
-
-    max_batch: int
-    max_model_len: int
-    block_size: int
-    growth_blocks: int
-    reserve_on_submit: bool = False
-    overtake_s: float = 2.0
 
 
 class DecodeScheduler:
@@ -64,7 +51,7 @@ class DecodeScheduler:
 
     def submit(self, work: Work, now_s: float) -> list[Instruction]:
         """Expect a transfer, or refuse a leg that can never fit."""
-        fault = self._never_fits(work)
+        fault = self._limits.never_fits(work, self._pool.num_blocks)
         if work.transfer_id in self._by_transfer:
             return [ReportEnd(work.leg, LegOutcome.REFUSED, "transfer_id_in_use"), ReportRelease(work.leg, {})]
         if fault or work.transfer_id is None:
@@ -303,15 +290,6 @@ class DecodeScheduler:
             assert not leased & leg.block_ids, f"{leg.work.leg} shares blocks with another leg"
             leased |= leg.block_ids
         assert len(leased) == self._pool.num_blocks - self._pool.num_free, "blocks are leased to nobody"
-
-    def _never_fits(self, work: Work) -> str:
-        if work.max_len > self._limits.max_model_len:
-            return f"{work.max_len} tokens exceed the model length of {self._limits.max_model_len}"
-        needed = num_blocks_at_most(work, self._limits.block_size)
-        if needed <= self._pool.num_blocks:
-            return ""
-        what = f"{work.num_sequences} sequences of {work.max_len} tokens"
-        return f"{what} take {needed} blocks of {self._limits.block_size} tokens, the pool has {self._pool.num_blocks}"
 
     def _goes_on(self, work: Work, token: SampledToken) -> bool:
         reason = token.finish_reason or work.finish_reason(token.token_id, token.index, self._eos)
