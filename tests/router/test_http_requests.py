@@ -1,14 +1,15 @@
 """Bodies of the HTTP front become the calls that gRPC requests become; what cannot is refused by the client's own names."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.core.errors import InvalidRequest, NotServed, PdserveError
 from pdserve.router.http.body import parsed_object
-from pdserve.router.http.chat_request import parse_chat
-from pdserve.router.http.completion_request import DEFAULT_MAX_TOKENS, MAX_PROMPTS, parse_completion
+from pdserve.router.http.chat_request import ChatFields, parse_chat
+from pdserve.router.http.completion_request import DEFAULT_MAX_TOKENS, MAX_PROMPTS, CompletionFields, parse_completion
 from pdserve.router.http.errors import STATUSES, HttpFault, answer_of, param_of
 from pdserve.router.http.fields import HARMLESS, NEUTRAL, PARAMS
 from pdserve.router.pb import call_from_pb
@@ -29,6 +30,8 @@ from pdserve.router.validation import ServedModel, validate
 from pdserve.v1 import inference_pb2 as pb
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+REFUSED = {"best_of", "add_special_tokens"}
+"""Fields that are there to be refused."""
 USER = {"role": "user", "content": "hi"}
 
 
@@ -387,3 +390,9 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
 
 def test_whole_characters_pass_however_they_are_written() -> None:
     assert parsed_object('{"a": "\\ud83d\\ude00 é"}'.encode()) == {"a": "😀 é"}
+
+
+def test_every_field_is_documented() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
+    served = {*CompletionFields.model_fields, *ChatFields.model_fields} - REFUSED
+    assert [name for name in sorted(served | HARMLESS) if f"`{name}`" not in page.replace(".include_usage`", "`")] == []
