@@ -28,7 +28,7 @@ WELL_FORMED = [
     ("hermes", f"Let me look.\n<tool_call>\n{call_text(*WEATHER)}\n</tool_call>", "Let me look.\n", (WEATHER,)),
     ("hermes", f"<tool_call>{call_text(*WEATHER)}</tool_call> Done.", " Done.", (WEATHER,)),
     ("hermes", f'<tool_call>{{"arguments": {ADD[1]}, "name": "add"}}</tool_call>', "", (ADD,)),
-    ("hermes", f'<tool_call>{{"name": "add", "arguments": {ADD[1]}, "note": "some text", "n": 1, "x": {{}}}}</tool_call>', "", (ADD,)),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {ADD[1]}, "note": "text", "n": 1}}</tool_call>', "", (ADD,)),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", (("now", "{}"),)),
     ("hermes", f"<tool_call>{call_text(*ADD)}", "", (ADD,)),
     ("hermes", f"<tool_call>{call_text(*ADD)}\n<tool_call>{call_text(*WEATHER)}", "", (ADD, WEATHER)),
@@ -194,7 +194,7 @@ texts = st.lists(scraps, max_size=14).map("".join)
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 @given(text=texts, think=st.sampled_from([None, True, False]), data=st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_cutting_the_text_changes_nothing(form: str, text: str, think: bool | None, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
