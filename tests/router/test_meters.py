@@ -113,6 +113,7 @@ async def test_requests_of_both_fronts_are_told(tmp_path: Path) -> None:
         async for _ in call:
             pass
         await client.post(COMPLETIONS, json=body_of(COMPLETIONS, temperature=-1))
+        await client.post(COMPLETIONS, json=body_of(COMPLETIONS, temperature="warm"))
         await failure(ask(stage, max_tokens=0))
         leaving = asyncio.create_task(client.post(COMPLETIONS, json=body_of(COMPLETIONS)))
         await submits(stage)
@@ -124,11 +125,11 @@ async def test_requests_of_both_fronts_are_told(tmp_path: Path) -> None:
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = samples_of(response.text)
         assert found["pdserve_requests_total{outcome=finished,reason=LENGTH}"] == 2
-        assert found["pdserve_requests_total{outcome=refused,reason=INVALID_REQUEST}"] == 2
+        assert found["pdserve_requests_total{outcome=refused,reason=INVALID_REQUEST}"] == 3
         assert found["pdserve_requests_total{outcome=cancelled,reason=}"] == 1
         assert found["pdserve_generation_tokens_total{}"] == 8
         assert found["pdserve_time_to_first_token_seconds_count{}"] == 2
         assert found["pdserve_http_requests_total{path=/v1/completions,status=200}"] == 1
-        assert found["pdserve_http_requests_total{path=/v1/completions,status=400}"] == 1
+        assert found["pdserve_http_requests_total{path=/v1/completions,status=400}"] == 2
         assert found["pdserve_router_served_total{}"] == 2
         assert found["pdserve_router_process_tasks{}"] > 0

@@ -123,7 +123,12 @@ class HttpFront:
     async def _generate(self, request: Request, parser: Parser, make: MakeShape) -> ASGIApp:
         body = await read_object(request, self._max_body_bytes)
         received_s = self._answering.clock.now_s()
-        asked = parser(body, request.scope[LABEL])
+        label = request.scope[LABEL]
+        try:
+            asked = parser(body, label)
+        except PdserveError as error:
+            self._answering.refused(label, error)
+            raise
         shape = make(TokenFormat(self._token_texts, asked.wishes))
         head = Head(shape.id_prefix + asked.label, int(time.time()), self._answering.model.name)
         return AnswerResponse(self._answering, asked, shape, head, received_s)
