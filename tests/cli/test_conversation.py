@@ -189,6 +189,10 @@ def test_tool_calls_have_lines_of_their_own() -> None:
         display.show(part)
     display.end()
     assert out.getvalue() == 'so\nf {"x": 1}\ng {}\n'
+    several = AnswerDisplay(out := io.StringIO(), num_sequences=2)
+    several.show(replace(delta(), tool_calls=rest[1:]))
+    several.show(Finished(FinishReason.STOP))
+    assert out.getvalue() == "[0] g {}\n"
 
 
 def test_stats_are_one_line() -> None:

@@ -19,7 +19,7 @@ class AnswerDisplay:
     def __init__(self, out: TextIO, *, num_sequences: int = 1) -> None:
         self._out, self._num_sequences = out, num_sequences
         self._is_terminal = out.isatty()
-        self._is_dim = self._has_begun = False
+        self._is_dim = self._has_begun = self._has_content = False
         self._choices: dict[int, Choice] = {}
 
     def show(self, part: "Part") -> None:
@@ -45,9 +45,10 @@ class AnswerDisplay:
         self._dim(False)
         if self._has_begun:
             self._write("\n")
-        self._has_begun = False
+        self._has_begun = self._has_content = False
 
     def _gain(self, reasoning: str, text: str) -> None:
+        self._has_content |= bool(text or (reasoning and self._is_terminal))
         if reasoning and self._is_terminal:
             self._dim(True)
             self._write(reasoning)
@@ -62,8 +63,9 @@ class AnswerDisplay:
         for gained in delta.tool_calls:
             if gained.name:
                 self._dim(False)
-                self._write(f"\n{gained.name} " if self._has_begun else f"{gained.name} ")
+                self._write(f"\n{gained.name} " if self._has_content else f"{gained.name} ")
             self._write(gained.arguments)
+            self._has_content = True
 
     def _dim(self, wanted: bool) -> None:
         if wanted != self._is_dim:
