@@ -161,6 +161,13 @@ def test_formats_are_chosen_by_template_and_vocabulary(
     assert choose_formats("mistral", "think", template, tokens) == AnswerFormats("mistral", thinks=True)
 
 
+def test_the_choice_is_told_in_words(tmp_path: Path) -> None:
+    assert model(tmp_path / "a", CHATML).chat_choice == "tool calls are not read, reasoning is not read"
+    assert model(tmp_path / "b", HERMES).chat_choice == "tool calls as hermes, reasoning as <think>"
+    bare = load_text_model(str(write_model_folder(tmp_path / "c", template=None)))
+    assert bare.chat_choice == "not served, the model has no chat template"
+
+
 def test_text_prompts_are_never_parsed(tmp_path: Path) -> None:
     served = model(tmp_path / "m", THINKING)
     request = ValidRequest("", "m", TextInput("<think>"), Sampling(), None)

@@ -121,6 +121,7 @@ class Router:
         bound, address = (f"{host}:{self.server.port}" for host in (settings.host, settings.advertised_host))
         where = bound if bound == address else f"{bound}, advertised as {address}"
         logger.info("listening on %s", where, extra={"incarnation": self.process.incarnation.hex()})
+        logger.info("chat: %s", self.model.chat_choice)
         addresses = {"grpc": address}
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"

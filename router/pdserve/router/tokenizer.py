@@ -46,6 +46,14 @@ class TextModel:
         """What requests are checked against."""
         return ServedModel(self.name, self.vocab_size, self.template is not None, self.encode_word, self.formats.tools)
 
+    @property
+    def chat_choice(self) -> str:
+        """How conversations are served, in words for the log."""
+        if self.template is None:
+            return "not served, the model has no chat template"
+        calls = "are not read" if self.formats.tools is None else f"as {self.formats.tools}"
+        return f"tool calls {calls}, reasoning {'as <think>' if self.formats.thinks else 'is not read'}"
+
     def check_size(self, given: ValidInput, max_tokens: int) -> None:
         """Raise InvalidRequest for text that cannot fit into `max_tokens`, however it is cut into tokens.
 
