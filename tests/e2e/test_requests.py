@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import pytest_asyncio
@@ -196,6 +197,53 @@ async def test_a_client_that_leaves_four_answers_leaves_nothing(cluster: Cluster
         for _ in range(num_parts):
             assert isinstance(await anext(parts), Delta)
     assert len((await neighbour).token_ids) == 48
+
+
+def mixed(rng: Random) -> Options:
+    """Draw a request of few tokens with much of what may be asked."""
+    return Options(
+        n=rng.choice([1, 1, 2, 3]),
+        max_tokens=rng.randint(1, 20),
+        temperature=rng.choice([0.0, 1.0, 1.4]),
+        seed=rng.randrange(1000),
+        top_k=rng.choice([None, 5]),
+        repetition_penalty=rng.choice([None, 1.4]),
+        frequency_penalty=rng.choice([None, 0.8]),
+        allowed_token_ids=(*LETTERS, EOS_ID),
+        logit_bias={EOS_ID: rng.choice([-50.0, 5.0])},
+        stop=tuple(rng.sample("aeiouxyz", rng.randint(0, 3))),
+        include_stop=rng.random() < 0.5,
+        min_tokens=rng.choice([None, 1]),
+        top_logprobs=rng.choice([None, 2]),
+        prompt_logprobs=rng.random() < 0.2,
+    )
+
+
+def content(answer: Answer) -> list[tuple[str, list[int], object]]:
+    return [(choice.text, choice.token_ids, choice.finished) for choice in answer.choices]
+
+
+async def test_mixed_requests_at_once_are_what_they_are_alone(cluster: Cluster) -> None:
+    """Some of them are left in the middle: their neighbours in the same batches and blocks notice nothing."""
+    rng = Random(5)
+    requests = [(tuple(prompt_ids("mixed " * rng.randint(1, 12) + str(i))), mixed(rng)) for i in range(24)]
+    alone = [content(await cluster.answer(prompt, options)) for prompt, options in requests]
+
+    async def leave(prompt: tuple[int, ...], options: Options, num_parts: int) -> None:
+        async with contextlib.aclosing(cluster.client.generate(prompt, options)) as parts:
+            for _ in range(num_parts):
+                await anext(parts)
+
+    left = [
+        leave(prompt, replace(options, max_tokens=60, n=3), index % 4)
+        for index, (prompt, options) in enumerate(requests)
+    ]
+    answers, _ = await asyncio.gather(
+        asyncio.gather(*(cluster.answer(prompt, options) for prompt, options in requests)), asyncio.gather(*left)
+    )
+    assert [content(answer) for answer in answers] == alone
+    ends = {choice.finished.reason for answer in answers for choice in answer.choices if choice.finished}
+    assert ends == set(FinishReason), "the requests must end in every way"
 
 
 async def test_answers_too_many_for_the_pool_are_refused_and_those_that_fit_are_served(cluster: Cluster) -> None:

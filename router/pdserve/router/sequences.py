@@ -23,6 +23,7 @@ class Sequences:
 
     def __init__(self, by_index: Mapping[int, Sequence]) -> None:
         self._by_index = dict(by_index)
+        self._num_unfinished = len(self._by_index)
 
     def __getitem__(self, index: int) -> Sequence:
         """Return one of them. Raises KeyError."""
@@ -36,7 +37,7 @@ class Sequences:
     @property
     def is_complete(self) -> bool:
         """Whether every sequence has ended."""
-        return all(sequence.end is not None for sequence in self._by_index.values())
+        return self._num_unfinished == 0
 
     @property
     def ended_by_nodes(self) -> bool:
@@ -85,7 +86,9 @@ class Sequences:
 
     def part(self) -> list["Sequences"]:
         """Give away every unfinished sequence but the first, each alone."""
-        return [Sequences({index: self._by_index.pop(index)}) for index in self.unfinished[1:]]
+        parts = [Sequences({index: self._by_index.pop(index)}) for index in self.unfinished[1:]]
+        self._num_unfinished -= len(parts)
+        return parts
 
     def drop_early(self) -> None:
         """Forget tokens that came ahead of a missing one: their attempt is over."""
@@ -95,7 +98,7 @@ class Sequences:
     def accept(self, tokens: Iterable[SampledToken], eos_token_ids: frozenset[int]) -> Accepted:
         """Take tokens of any of the sequences, in any order."""
         by_sequence: dict[int, list[SampledToken]] = {}
-        num_strays, before = 0, self.num_tokens
+        num_strays, has_progress = 0, False
         for token in tokens:
             if token.sequence in self._by_index:
                 by_sequence.setdefault(token.sequence, []).append(token)
@@ -104,10 +107,12 @@ class Sequences:
         gains, ended = [], []
         for index, own in by_sequence.items():
             sequence = self._by_index[index]
-            had_ended = sequence.end is not None
+            had_ended, before = sequence.end is not None, len(sequence.token_ids)
             shown = sequence.accept(own, eos_token_ids)
             if shown:
                 gains.append(Gain(index, shown))
             if sequence.end is not None and not had_ended:
                 ended.append((index, sequence.end))
-        return Accepted(tuple(gains), tuple(ended), self.num_tokens > before, num_strays)
+                self._num_unfinished -= 1
+            has_progress = has_progress or len(sequence.token_ids) > before
+        return Accepted(tuple(gains), tuple(ended), has_progress, num_strays)

@@ -176,8 +176,8 @@ class Session:
             faults.append(f"{self.life.subject} is closed with open legs or without an answer; {self.life.tell()}")
         if self.sequences.is_complete != (self.state is SessionState.FINISHED) and not self.life.is_terminal:
             faults.append(f"{self.life.subject}: the sequences' ends and the state disagree; {self.life.tell()}")
-        if self.state is not SessionState.FINISHED and not self.life.is_terminal and not self.sequences.unfinished:
-            faults.append(f"{self.life.subject} has nothing left to do and is not finished; {self.life.tell()}")
+        if self.sequences.is_complete != (not self.sequences.unfinished):
+            faults.append(f"{self.life.subject}: the count of unfinished sequences is wrong; {self.life.tell()}")
         return faults
 
     # ---- placement
