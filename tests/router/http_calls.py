@@ -11,7 +11,7 @@ import httpx
 
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import submits
-from tests.router.scripted_node import DEADLINE_S, Stage, leg, start_stage
+from tests.router.scripted_node import DEADLINE_S, Stage, leg, start_stage, until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Json = dict[str, Any]
@@ -50,12 +50,23 @@ async def play(stage: Stage, *sequences: Sequence[int]) -> node_pb2.Submit:
         scores = node_pb2.LegPromptLogprobs(start=1, logprobs=[-2.0] * len(tops), top_logprobs=tops)
         prefill.step(events=[leg(submit, prompt_logprobs=scores)])
     prefill.step(events=[leg(submit, first_token=node_pb2.LegFirstToken(tokens=firsts, num_cached_tokens=0))])
-    decode.adopted(submit)
+    await adopted(stage, submit)
     prefill.released(submit)
     for number, ids in enumerate(sequences):
         decode.step(tokens=[tokens_of(submit, number, ids[1:])])
     decode.released(submit)
     return submit
+
+
+async def adopted(stage: Stage, submit: node_pb2.Submit) -> None:
+    """Let the decode node adopt once the router has the first token: the two streams keep no order between them."""
+
+    def is_heard() -> bool:
+        rows = stage.router.sessions.rows(1000)
+        return all(row.num_output_tokens for row in rows if row.session_id == submit.session_id)
+
+    await until(is_heard)
+    stage.decode[0].adopted(submit)
 
 
 def tokens_of(submit: node_pb2.Submit, sequence: int, ids: Sequence[int]) -> node_pb2.SequenceTokens:

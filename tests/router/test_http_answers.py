@@ -13,7 +13,18 @@ import pytest_asyncio
 from pdserve.router.http import answer
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, submits
-from tests.router.http_calls import CHAT, COMPLETIONS, body_of, events_of, http_stage, play, post, text_of, tokens_of
+from tests.router.http_calls import (
+    CHAT,
+    COMPLETIONS,
+    adopted,
+    body_of,
+    events_of,
+    http_stage,
+    play,
+    post,
+    text_of,
+    tokens_of,
+)
 from tests.router.models import byte_level_tokenizer
 from tests.router.scripted_node import Stage, leg
 
@@ -128,7 +139,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(http: Http, path: 
         while said != "a":
             line = await anext(lines)
             said += text_of([json.loads(line.removeprefix("data: "))]) if line else ""
-        stage.decode[0].adopted(submit)
+        await adopted(stage, submit)
         stage.prefill[0].released(submit)
         stage.decode[0].step(tokens=[tokens_of(submit, 0, IDS[1:4])])
         stage.decode[0].released(submit)
@@ -172,7 +183,7 @@ async def test_several_prompts(http: Http, stream: bool) -> None:
                 for number, ids in enumerate(answers[text])
             ]
             stage.prefill[0].step(events=[leg(submit, first_token=node_pb2.LegFirstToken(tokens=firsts))])
-            stage.decode[0].adopted(submit)
+            await adopted(stage, submit)
             stage.prefill[0].released(submit)
             stage.decode[0].step(tokens=[tokens_of(submit, i, ids[1:]) for i, ids in enumerate(answers[text])])
             stage.decode[0].released(submit)
@@ -270,7 +281,7 @@ async def test_why_an_answer_ended(
         submit, _ = await submits(stage)
         if stop == "cd":
             stage.prefill[0].first_token(submit, first)
-            stage.decode[0].adopted(submit)
+            await adopted(stage, submit)
             stage.prefill[0].released(submit)
             stage.decode[0].tokens(submit, 1, IDS[1:4])
             stage.decode[0].released(await stage.decode[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
@@ -291,7 +302,7 @@ async def test_a_stop_text_is_not_shown(http: Http) -> None:
     async def play_end() -> None:
         submit, _ = await submits(stage)
         stage.prefill[0].first_token(submit, IDS[0])
-        stage.decode[0].adopted(submit)
+        await adopted(stage, submit)
         stage.prefill[0].released(submit)
         stage.decode[0].tokens(submit, 1, IDS[1:4])
         stage.decode[0].released(await stage.decode[0].next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)

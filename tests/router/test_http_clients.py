@@ -17,7 +17,7 @@ from pdserve.core.settings import RouterSettings, load_settings
 from pdserve.router.server import Router
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, submits
-from tests.router.http_calls import CHAT, COMPLETIONS, body_of, http_stage, play, post, text_of, tokens_of
+from tests.router.http_calls import CHAT, COMPLETIONS, adopted, body_of, http_stage, play, post, text_of, tokens_of
 from tests.router.models import write_model_folder
 from tests.router.scripted_node import DEADLINE_S, Stage, leg, until
 
@@ -119,7 +119,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(
         async def fail() -> None:
             submit, _ = await submits(stage)
             stage.prefill[0].first_token(submit, IDS[0])
-            stage.decode[0].adopted(submit)
+            await adopted(stage, submit)
             stage.prefill[0].released(submit)
             if together:
                 tokens = tokens_of(submit, 0, IDS[1:3])
@@ -158,7 +158,7 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
         submit, _ = await submits(stage)
         top = {"token_ids": list(range(3, 23)), "logprobs": [-1.0 - i for i in range(20)]}
         stage.prefill[0].first_token(submit, IDS[0])
-        stage.decode[0].adopted(submit)
+        await adopted(stage, submit)
         stage.prefill[0].released(submit)
         stopped = asyncio.create_task(stage.decode[0].next_of("cancel"))
         index = 1
@@ -309,7 +309,7 @@ async def test_tokenize_and_detokenize(http: Http) -> None:
 async def test_overload_says_when_to_come_back(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, client = http
 
-    def refuse(num_waiting: int) -> None:
+    def refuse(*_: object) -> None:
         raise Overloaded("full", retry_after_s=1.5)
 
     with monkeypatch.context() as patch:
@@ -322,7 +322,7 @@ async def test_overload_says_when_to_come_back(http: Http, monkeypatch: pytest.M
 async def test_a_fault_of_ours_is_a_500_and_says_nothing_of_itself(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, client = http
 
-    def broken(num_waiting: int) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patch:
@@ -345,7 +345,7 @@ async def test_a_draining_router_says_so_and_finishes_what_it_began(tmp_path: Pa
         health = await client.get("/health")
         assert (health.status_code, health.json()["reason"]) == (503, "draining")
         stage.prefill[0].first_token(submit, IDS[0])
-        stage.decode[0].adopted(submit)
+        await adopted(stage, submit)
         stage.prefill[0].released(submit)
         stage.decode[0].tokens(submit, 1, IDS[1:4], is_last=True)
         stage.decode[0].released(submit)
@@ -407,7 +407,7 @@ async def test_clients_of_both_fronts_are_counted(http: Http) -> None:
     assert "pdserve_router_clients 2.0" in metrics
     for each in (submit, other):
         stage.prefill[0].first_token(each, IDS[0])
-        stage.decode[0].adopted(each)
+        await adopted(stage, each)
         stage.prefill[0].released(each)
         stage.decode[0].tokens(each, 1, IDS[1:4], is_last=True)
         stage.decode[0].released(each)
