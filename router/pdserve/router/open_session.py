@@ -57,7 +57,7 @@ class OpenSession:
         )
 
 
-def gauges_of(entries: Iterable[OpenSession]) -> dict[str, float]:
+def session_gauges(entries: Iterable[OpenSession]) -> dict[str, float]:
     """Return open sessions by state and what they hold."""
     entries = list(entries)
     mailboxes = {id(entry.mailbox): entry.mailbox for entry in entries}

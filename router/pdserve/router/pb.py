@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -256,7 +255,8 @@ def _unknown_fields(message: Message, path: str) -> Iterable[str]:
     for index in range(len(unknown)):
         yield f"{path}#{unknown[index].field_number}"
     for descriptor, value in message.ListFields():
-        if descriptor.type != FieldDescriptor.TYPE_MESSAGE or descriptor.message_type.GetOptions().map_entry:
+        inner = descriptor.message_type
+        if inner is None or inner.GetOptions().map_entry:
             continue  # the contract's maps hold plain numbers
         children = value if isinstance(value, Iterable) else (value,)
         for child in children:
@@ -310,7 +310,7 @@ def _summary_to_pb(answer: Answer, closing: Closing) -> inference_pb2.Summary:
         model=closing.request.model,
         usage=inference_pb2.Usage(
             prompt_tokens=answer.num_prompt_tokens,
-            cached_prompt_tokens=answer.num_cached_tokens,
+            cached_prompt_tokens=answer.num_cached_tokens or 0,
             completion_tokens=answer.num_completion_tokens,
         ),
         timeline=_timeline_to_pb(answer.timeline),

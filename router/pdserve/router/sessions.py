@@ -52,7 +52,7 @@ from pdserve.router.journal import Journal
 from pdserve.router.lifecycle import SessionState
 from pdserve.router.mailbox import Mailbox
 from pdserve.router.membership import Membership
-from pdserve.router.open_session import OpenSession, gauges_of
+from pdserve.router.open_session import OpenSession, session_gauges
 from pdserve.router.output import OutputText
 from pdserve.router.patience import Patience, SessionLimits
 from pdserve.router.pb import SessionRow
@@ -181,7 +181,7 @@ class Sessions:
 
     def gauges(self) -> dict[str, float]:
         """Return sessions by state, what they hold, and how requests ended."""
-        return gauges_of(self._open.values()) | {
+        return session_gauges(self._open.values()) | {
             "admitted": float(self._admission.num_open),
             "waiting": float(len(self._placing)),
             "served_total": float(self._num_ended[SessionState.FINISHED]),
