@@ -1,6 +1,7 @@
 """`pdserve chat` on a real (pseudo) terminal, and someone who sits at it."""
 
 import asyncio
+import codecs
 import os
 import pty
 import sys
@@ -25,6 +26,7 @@ class Person:
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal
         self.seen = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
@@ -42,7 +44,7 @@ class Person:
                 pytest.fail(f"{text!r} did not come after {self.seen!r}")
             finally:
                 loop.remove_reader(self._terminal)
-            self.seen += os.read(self._terminal, 4096).decode(errors="replace")
+            self.seen += self._decoder.decode(os.read(self._terminal, 4096))
         before, _, self.seen = self.seen.partition(text)
         return before
 
