@@ -1,7 +1,8 @@
 """What choosing the tokens adds to a decode step of the engine: greedy, with some parameters, and with all of them.
 
 `python -m tests.bench.processors` prints one JSON record. Forward and choices are measured in turn, as CPU time of the one engine
-thread, which neighbours disturb least; every choice is of all rows of the step, each with a sequence of its own.
+thread, which neighbours disturb least; every choice is of all rows of the step, each with a sequence of its own. Choices are made
+from logits after real text, and after nonsense, whose distribution is so flat that nearly every id might be chosen.
 """
 
 import json
@@ -10,22 +11,25 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from pdserve.core.models import DEFAULT_MODEL, resolve_model_dir
 from pdserve.core.work import Sampling
 from pdserve.engine.batch import Chosen, SequenceChunk
-from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.kernels.logits import MaskArray, RowState, SampledRow
 from pdserve.kernels.sampling import sample
 from tests.bench.machine import describe_machine, quantile
+from tests.goldens.goldens import load_goldens
 
 BATCH = 32
 CONTEXT = 256
 NUM_OUTPUTS = 64
 WARM_UP = 2
 REPEATS = 15
+BLOCKS_EACH = CONTEXT // 16 + 1
 FORWARD = "forward"
+GREEDY_ROW = SampledRow(Sampling(), 0, 0)
 END_IDS = frozenset({2})
 PENALTIES = Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
 ALL = Sampling(
@@ -72,30 +76,21 @@ class HalfAllowed:
 def processors_cost() -> dict[str, object]:
     """Measure; ratios are of medians."""
     engine = Engine.load(
-        resolve_model_dir(DEFAULT_MODEL),
-        dtype="float32",
-        threads=1,
-        block_size=16,
-        num_blocks=BATCH * (CONTEXT // 16 + 2),
+        resolve_model_dir(DEFAULT_MODEL), dtype="float32", threads=1, block_size=16, num_blocks=2 * BATCH * BLOCKS_EACH
     )
-    pool = BlockPool(engine.num_blocks)
-    leases = [pool.lease(CONTEXT // 16 + 1, str(n)) for n in range(BATCH)]
-    prompts = [tuple((7 * i + n) % 40_000 + 100 for i in range(CONTEXT)) for n in range(BATCH)]
-    greedy = SampledRow(Sampling(), 0, 0)
-    chunks = []
-    for prompt, lease in zip(prompts, leases, strict=True):
-        [[choice]] = [
-            result.choices for result in engine.step([SequenceChunk(prompt, 0, lease.block_ids, (greedy,))]).chunks
-        ]
-        assert isinstance(choice, Chosen)
-        chunks.append(SequenceChunk((choice.token_id,), CONTEXT, lease.block_ids, (greedy,)))
-    logits = engine.logits(chunks)
+    nonsense = [tuple((7 * i + n) % 40_000 + 100 for i in range(CONTEXT)) for n in range(BATCH)]
+    chunks = _decode_step(engine, nonsense)
+    texts = _texts()
     works: dict[str, Callable[[], object]] = {
         FORWARD: lambda: engine.logits(chunks)
     }  # it writes the same positions each time
-    for name, sampling in CASES.items():
-        rows = [_row(sampling, prompt, n, is_full=name == "all") for n, prompt in enumerate(prompts)]
-        works[name] = partial(sample, logits, rows)
+    for source, prompts, logits in (
+        ("text", texts, _logits_after(engine, texts)),
+        ("nonsense", nonsense, engine.logits(chunks)),
+    ):
+        for name, sampling in CASES.items():
+            rows = [_row(sampling, prompt, n, is_full=name == "all") for n, prompt in enumerate(prompts)]
+            works[f"{source}: {name}"] = partial(sample, logits, rows)
     costs = _median_ms(works)
     forward_ms = costs.pop(FORWARD)
     return {
@@ -104,8 +99,35 @@ def processors_cost() -> dict[str, object]:
         "forward_ms": round(forward_ms, 1),
         "choice_ms": {name: round(cost, 2) for name, cost in costs.items()},
         "choice_share_of_forward": {name: round(cost / forward_ms, 3) for name, cost in costs.items()},
-        "all_processors_add": round((costs["all"] - costs["greedy"]) / (forward_ms + costs["greedy"]), 3),
+        "all_processors_add": round(
+            (costs["text: all"] - costs["text: greedy"]) / (forward_ms + costs["text: greedy"]), 3
+        ),
     }
+
+
+def _decode_step(engine: Engine, prompts: list[tuple[int, ...]]) -> list[SequenceChunk]:
+    """Return the chunks of a step of one token behind each prompt."""
+    chunks = []
+    for n, prompt in enumerate(prompts):
+        block_ids = range(n * BLOCKS_EACH, (n + 1) * BLOCKS_EACH)
+        [[choice]] = [
+            result.choices for result in engine.step([SequenceChunk(prompt, 0, block_ids, (GREEDY_ROW,))]).chunks
+        ]
+        assert isinstance(choice, Chosen)
+        chunks.append(SequenceChunk((choice.token_id,), CONTEXT, block_ids, (GREEDY_ROW,)))
+    return chunks
+
+
+def _texts() -> list[tuple[int, ...]]:
+    """Return beginnings of the goldens' prompts with their answers, as many as rows."""
+    whole = [golden.prompt_ids + golden.tokens for golden in load_goldens().goldens]
+    return [whole[n % len(whole)][: 40 + 3 * n] for n in range(BATCH)]
+
+
+def _logits_after(engine: Engine, texts: list[tuple[int, ...]]) -> Tensor:
+    # The blocks behind those of the decode step's contexts are not touched.
+    blocks = range(engine.num_blocks - BATCH * BLOCKS_EACH, engine.num_blocks)
+    return torch.cat([engine.logits([SequenceChunk(text, 0, blocks, (GREEDY_ROW,))]) for text in texts])
 
 
 def _row(sampling: Sampling, prompt: tuple[int, ...], number: int, *, is_full: bool) -> SampledRow:

@@ -114,7 +114,7 @@ class Engine:
         with torch.inference_mode():
             logits = self._compute(chunks, on_layer)
             rows = [row for chunk in chunks for row in chunk.samples]
-            choices = iter(sample(logits[_sampled_places(chunks)], rows))
+            choices = iter(sample(_sampled(logits, chunks), rows))
             results, first = list[ChunkResult](), 0
             for chunk in chunks:
                 scores = _scores(logits[first : first + len(chunk.scored_ids)], chunk)
@@ -125,7 +125,7 @@ class Engine:
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Do as `step`, but return the logits [rows of `samples`, vocabulary]; draw and score nothing."""
         with torch.inference_mode():
-            return self._compute(chunks, on_layer)[_sampled_places(chunks)]
+            return _sampled(self._compute(chunks, on_layer), chunks)
 
     def _compute(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> torch.Tensor:
         for chunk in chunks:
@@ -182,13 +182,13 @@ def _kept_rows(chunk: SequenceChunk) -> list[int]:
     return [*range(scored), last] if chunk.samples and scored <= last else list(range(scored))
 
 
-def _sampled_places(chunks: Sequence[SequenceChunk]) -> list[int]:
-    """Return, per sampled row, which of the kept rows of all chunks it reads."""
+def _sampled(logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+    """Pick the logits [sampled rows, vocabulary] from those of the kept rows; when they are the same, nothing is copied."""
     places, end = list[int](), 0
     for chunk in chunks:
         end += len(_kept_rows(chunk))
         places += [end - 1] * len(chunk.samples)
-    return places
+    return logits if places == list(range(logits.shape[0])) else logits[places]
 
 
 def _scores(logits: torch.Tensor, chunk: SequenceChunk) -> tuple[TokenScore, ...]:

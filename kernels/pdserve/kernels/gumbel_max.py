@@ -27,7 +27,7 @@ Candidates = tuple[IdArray, NDArray[np.float64]]
 NUM_FAVOURITES = 256
 """Of more candidates than this, so many of the likeliest are drawn first, to learn what the others must beat."""
 NUCLEUS_GUESS = 256
-"""Ids that are sorted first to find the border of top-p; eight times as many while they do not reach it."""
+"""Logits that are sorted first to find the border of top-p; sixteen times as many while they do not reach it."""
 FOLD = 64
 BLOCK = 8192
 """Ids at a time where all are looked at: larger arrays would come fresh from the system each time."""
@@ -93,29 +93,28 @@ def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST)
 def _nucleus(scores: NDArray[np.float32], border: float, sampling: Sampling) -> IdArray:
     """Return the smallest set of ids, ascending, whose probability among those with logits from `border` on reaches top_p."""
     best = float(scores.max())
-    if border > LOWEST:
-        ids = np.flatnonzero(scores >= border)
-        z = _z(scores[ids], best, sampling.temperature)
-        return np.sort(ids[_likeliest(z, sampling.top_p * float(np.exp(z).sum()))])
-    goal = sampling.top_p * sum(
-        float(np.exp(_z(scores[start : start + BLOCK], best, sampling.temperature)).sum())
-        for start in range(0, scores.shape[0], BLOCK)
-    )
+    goal = sampling.top_p * _weight(scores, border, best, sampling.temperature)
     guess = NUCLEUS_GUESS
     while True:
-        least = kth_largest(scores, guess)
-        ids = np.flatnonzero(scores >= max(least, LOWEST))
-        chosen = _likeliest(_z(scores[ids], best, sampling.temperature), goal)
-        if chosen.shape[0] < ids.shape[0] or least <= LOWEST or ids.shape[0] == scores.shape[0]:
-            return np.sort(ids[chosen])
-        guess *= 8
+        least = kth_largest(scores, guess) if border == LOWEST else border
+        values = np.sort(scores[scores >= max(least, LOWEST)])[::-1]
+        reached = np.cumsum(np.exp(_z(values, best, sampling.temperature)))
+        # An id stays while those before it have not reached the goal.
+        num_kept = min(1 + int(np.searchsorted(reached, goal)), values.shape[0])
+        if num_kept < values.shape[0] or least <= border or values.shape[0] == scores.shape[0]:
+            break
+        guess *= 16
+    above = np.flatnonzero(scores > values[num_kept - 1])
+    equal = np.flatnonzero(scores == values[num_kept - 1])[: num_kept - above.shape[0]]
+    return np.sort(np.concatenate((above, equal)))
 
 
-def _likeliest(z: NDArray[np.float64], goal: float) -> IdArray:
-    """Return the places of the largest z [n], the best first, until their weights reach `goal`; all if they do not."""
-    order = np.argsort(-z, kind="stable")
-    # An id stays while those before it have not reached the goal.
-    return order[: 1 + int(np.searchsorted(np.cumsum(np.exp(z[order])), goal))]
+def _weight(scores: NDArray[np.float32], border: float, best: float, temperature: float) -> float:
+    """Return the sum of exp(z) over the logits from `border` on."""
+    if border > LOWEST:
+        return float(np.exp(_z(scores[scores >= border], best, temperature)).sum())
+    parts = (scores[start : start + BLOCK] for start in range(0, scores.shape[0], BLOCK))
+    return sum(float(np.exp(_z(part, best, temperature)).sum()) for part in parts)
 
 
 def _z(scores: NDArray[np.float32], best: float, temperature: float) -> NDArray[np.float64]:

@@ -82,7 +82,8 @@ def _with_logprobs(
     logprobs = (raw.gather(1, token_ids[:, None])[:, 0] - norms).tolist()
     asking = [index for index, row in enumerate(rows) if row.num_top]
     most = max((row.num_top for row in rows), default=0)
-    tops = dict(zip(asking, _tops(raw[asking], norms[asking], most), strict=True)) if asking else {}
+    some = slice(None) if len(asking) == len(rows) else asking  # all of them need no copy
+    tops = dict(zip(asking, _tops(raw[some], norms[some], most), strict=True)) if asking else {}
     return [
         pick if isinstance(pick, RowFailed) else Chosen(pick, logprobs[index], tops.get(index, ())[: row.num_top])
         for index, (row, pick) in enumerate(zip(rows, picks, strict=True))
