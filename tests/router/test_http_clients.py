@@ -143,15 +143,19 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_never_done(
 
 
 async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
-    """Bounded as over gRPC: once the socket is full, `max_unread_bytes` may wait."""
-    async with http_stage(tmp_path, max_unread_bytes=10_000) as (stage, client):
+    """Bounded as over gRPC: once the socket is full, `max_unread_bytes` may wait. Nor does it keep the router from stopping."""
+    with socket.socket() as deaf:
+        await asyncio.wait_for(leave_unread(tmp_path, deaf), 2 * DEADLINE_S)
+
+
+async def leave_unread(folder: Path, deaf: socket.socket) -> None:
+    async with http_stage(folder, max_unread_bytes=10_000) as (stage, client):
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = 1 << 20
             await node.attach_anew()
         await stage.until("ready", 2)
         body = json.dumps(body_of(COMPLETIONS, max_tokens=100_000, stream=True, logprobs=20)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        deaf = socket.socket()
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect((client.base_url.host, client.base_url.port))
         deaf.sendall(head + body)
@@ -177,7 +181,6 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
             index += 100
             await asyncio.wait([stopped], timeout=0.02)
         stage.decode[0].released(await stopped, node_pb2.LEG_OUTCOME_CANCELLED)
-        deaf.close()
         await until(lambda: stage.router.sessions.gauges()["failed_total"] == 1)
 
 

@@ -306,6 +306,7 @@ VALUES: dict[str, Any] = {
     "n": 100,
     "priority": 1,
     "cache_salt": "s",
+    "request_id": "x" * 200,
 }
 """Values of the right type that no router serves."""
 

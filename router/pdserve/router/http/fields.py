@@ -219,7 +219,8 @@ class SamplingFields(Strict):
 
     def names(self) -> dict[str, str]:
         """Return what this client calls the contract's fields."""
-        return {**PARAMS, "structured_output": self.structured()[1]}
+        label = {} if self.request_id is None else {"request_id": "request_id"}
+        return {**PARAMS, "structured_output": self.structured()[1], **label}
 
 
 @dataclass(frozen=True, slots=True)
