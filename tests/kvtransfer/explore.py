@@ -220,6 +220,18 @@ def _calm(model: Model, trail: Trail) -> None:
 
 def fingerprint(model: Model) -> tuple[object, ...]:
     """Return all of a state that can matter later. Times are relative, stories and counts are left out."""
+    network = (
+        tuple(sorted(model.alive)),
+        tuple(sorted(model.untold)),
+        tuple(sorted((key, tuple(map(_said, wire))) for key, wire in model.wires.items())),
+        tuple(model.generations.values()),
+    )
+    runs = tuple((run.times, run.produced, run.is_decided, run.is_aborted, run.events) for run in model.runs.values())
+    place = None if model.place is None else (model.place[0], tuple(sorted(model.place[1].items())))
+    return _of_sender(model), _of_receiver(model), network, runs, place, tuple(model.up.values())
+
+
+def _of_sender(model: Model) -> tuple[object, ...]:
     now_s = model.now_s
     links = tuple(
         (
@@ -233,9 +245,10 @@ def fingerprint(model: Model) -> tuple[object, ...]:
         )
         for peer, link in model.sender._links.items()
     )
-    sends = tuple(
+    transfers = tuple(
         (
             name,
+            each.spec.peer,
             each.life.state.value,
             each.route,
             tuple(each._planner._segments),
@@ -247,54 +260,41 @@ def fingerprint(model: Model) -> tuple[object, ...]:
         )
         for name, each in model.sender._transfers.items()
     )
-    accepted = tuple(
+    return links, transfers, tuple(model.sender._turns)
+
+
+def _of_receiver(model: Model) -> tuple[object, ...]:
+    now_s, table = model.now_s, model.receiver
+    links = tuple(
         (
             route,
-            up.life.state.value,
-            up.peer,
-            up.received_bytes - up.window_limit,
-            _in(up.due_s, now_s),
-            _in(up._heard_until_s, now_s),
+            link.life.state.value,
+            link.peer,
+            link.received_bytes - link.window_limit,
+            _in(link.due_s, now_s),
+            _in(link._heard_until_s, now_s),
         )
-        for route, up in model.receiver._links.items()
+        for route, link in table._links.items()
     )
-    receives = tuple(
+    transfers = tuple(
         (
             name,
+            each.spec.peer,
             each.life.state.value,
             each.route,
             each._num_frames,
             tuple(map(tuple, each._coverage._ranges)),
             _in(each.due_s, now_s),
+            _in(each._silent_until_s, now_s),
         )
-        for name, each in model.receiver._transfers.items()
+        for name, each in table._transfers.items()
     )
-    graves = tuple((name, type(grave.answer).__name__) for name, grave in model.receiver._tombstones._graves.items())
+    graves = tuple((name, grave.peer, type(grave.answer).__name__) for name, grave in table._tombstones._graves.items())
     parked = tuple(
         (name, each.route, each.abort is not None, _in(each.until_s, now_s))
-        for name, each in model.receiver._parked._parked.items()
+        for name, each in table._parked._parked.items()
     )
-    network = (
-        tuple(sorted(model.alive)),
-        tuple(sorted(model.untold)),
-        tuple(sorted((key, tuple(map(_said, wire))) for key, wire in model.wires.items())),
-        tuple(model.generations.values()),
-    )
-    runs = tuple((run.times, run.produced, run.is_decided, run.is_aborted, run.events) for run in model.runs.values())
-    place = None if model.place is None else (model.place[0], tuple(sorted(model.place[1].items())))
-    return (
-        links,
-        sends,
-        tuple(model.sender._turns),
-        accepted,
-        receives,
-        graves,
-        parked,
-        network,
-        runs,
-        place,
-        tuple(model.up.values()),
-    )
+    return links, transfers, graves, parked
 
 
 def _in(due_s: float, now_s: float) -> float:
