@@ -1,4 +1,4 @@
-"""What plain `transformers` answers to a request with everything that changes logits, on the tiny model."""
+"""What plain `transformers` answers to a request with everything that changes logits, on the tiny model or another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class CountPenalty:
 
 
 @torch.inference_mode()
-def generated(folder: Path, prompt: list[int], num_tokens: int, asked: Asked) -> list[int]:
+def generated(folder: Path, prompt: list[int], num_tokens: int, asked: Asked, eos_id: int = EOS_ID) -> list[int]:
     """Return the greedy tokens of `generate`; fails on a close call."""
     given: dict[str, Any] = {}
     if asked.repetition_penalty != 1.0:
@@ -60,8 +60,8 @@ def generated(folder: Path, prompt: list[int], num_tokens: int, asked: Asked) ->
         do_sample=False,
         output_scores=True,
         return_dict_in_generate=True,
-        pad_token_id=EOS_ID,
-        eos_token_id=EOS_ID,
+        pad_token_id=eos_id,
+        eos_token_id=eos_id,
         **given,
     )
     for scores in out.scores:
