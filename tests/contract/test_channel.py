@@ -16,6 +16,7 @@ from pdserve.core.link_faults import LinkFaults
 from pdserve.core.link_shape import LinkShape
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.holding import HoldingChannel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
@@ -23,6 +24,7 @@ from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 WAIT_S = 30.0
+KEYS = listener_keys(b"the cluster secret of the suite")
 E = TypeVar("E", Arrived, Connected, Lost)
 
 
@@ -68,13 +70,13 @@ def decorated(channel: Channel, decorator: str) -> Channel:
     return channel
 
 
-@pytest.fixture(params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty"])
+@pytest.fixture(params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty", "curve"])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Channel]]:
     network, made = InProcessNetwork(), list[Channel]()
     transport, _, decorator = request.param.partition("-")
 
     def factory() -> Channel:
-        inner = ZeroMqChannel() if transport == "zeromq" else network.channel()
+        inner = network.channel() if transport == "inprocess" else ZeroMqChannel(KEYS if transport == "curve" else None)
         made.append(decorated(inner, decorator))
         return made[-1]
 

@@ -19,13 +19,24 @@ import zmq
 from pdserve.core.errors import AddressInUse, ConfigError
 from pdserve.kvtransfer.channel import MAX_BATCH, MAX_FRAMES, Arrived, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.curve import CurveKeys, fresh_keys
 
 SEND_HWM = 4096
 """Messages inside one connection. DATA is bounded by its sender; this bounds control towards a peer that does not read."""
 CONNECT_TIMEOUT_MS = 3000
+MAX_LOST = 64
 ZAP_DOMAIN = b"pdserve"
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
 _FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+CURVE_BYTES = 33
+"""What encryption adds to a message: command name, nonce, tag and flags; libzmq bounds what is on the wire."""
+_NO_HANDSHAKE = "no ZeroMQ handshake: another protocol, or --kv-encryption or the cluster secret differ"
+LOSSES: dict[int, str] = {
+    zmq.Event.DISCONNECTED: "disconnected",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _NO_HANDSHAKE,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _NO_HANDSHAKE,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: _NO_HANDSHAKE,
+}
 _FIRST_REAP_S = 0.001
 _LAST_REAP_S = 0.016
 
@@ -54,12 +65,18 @@ class _Listener:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     route_of_fd: dict[int, Route] = field(default_factory=dict)
+    lost: deque[Route] = field(default_factory=lambda: deque(maxlen=MAX_LOST))
+    """Routes whose loss was told. The ROUTER itself may learn of it a moment later, and would take what is sent till then."""
 
 
 class ZeroMqChannel:
-    """One process's end, with its own context and one libzmq I/O thread. Used by one thread, except `wake`."""
+    """One process's end, with its own context and one libzmq I/O thread. Used by one thread, except `wake`.
 
-    def __init__(self) -> None:
+    With `keys`, everything is encrypted, and only ends that were given the same keys understand each other.
+    """
+
+    def __init__(self, keys: CurveKeys | None = None) -> None:
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_in, self._wake_out = os.pipe()
@@ -80,6 +97,9 @@ class ZeroMqChannel:
         socket = self._socket(zmq.ROUTER, is_ipv6=":" in host)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._take_keys(socket, self._keys)
         monitor = socket.get_monitor_socket(_EVENTS | _FAILURES)
         self._listener = _Listener(socket, monitor)
         place = f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
@@ -100,6 +120,9 @@ class ZeroMqChannel:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
+            self._take_keys(socket, fresh_keys())
         dialled = self._dialled[route] = _Dialled(socket, socket.get_monitor_socket(_EVENTS | _FAILURES))
         for each in (dialled.socket, dialled.monitor):
             self._poller.register(each, zmq.POLLIN)
@@ -202,9 +225,14 @@ class ZeroMqChannel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_HWM)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + (CURVE_BYTES if self._keys is not None else 0))
         socket.setsockopt(zmq.IPV6, int(is_ipv6))
         return socket
+
+    @staticmethod
+    def _take_keys(socket: "zmq.Socket[bytes]", keys: CurveKeys) -> None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
     def _close_pair(self, socket: "zmq.Socket[bytes]", monitor: "zmq.Socket[bytes]") -> None:
         for each in (socket, monitor):
@@ -219,7 +247,8 @@ class ZeroMqChannel:
         dialled = self._dialled.get(route)
         if dialled is not None:
             return dialled.socket, []
-        return (self._listener.socket, [route]) if self._listener is not None else (None, [])
+        listener = self._listener
+        return (None, []) if listener is None or route in listener.lost else (listener.socket, [route])
 
     def _listener_events(self, ready: set[object]) -> Iterator[ChannelEvent]:
         """Yield arrivals, then losses.
@@ -246,10 +275,12 @@ class ZeroMqChannel:
         if num_read < MAX_BATCH:
             for event, fd in self._monitored(listener.monitor):
                 if event == zmq.Event.DISCONNECTED and (lost := listener.route_of_fd.pop(fd, None)):
+                    listener.lost.append(lost)
                     yield Lost(lost, "disconnected")
         for fd, route in fresh.items():
             before = listener.route_of_fd.get(fd)
             if before is not None and before != route:
+                listener.lost.append(before)
                 yield Lost(before, "disconnected")
             listener.route_of_fd[fd] = route
 
@@ -265,7 +296,7 @@ class ZeroMqChannel:
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 yield Connected(route)
             else:
-                yield Lost(route, "disconnected" if event == zmq.Event.DISCONNECTED else "cannot connect")
+                yield Lost(route, LOSSES.get(event, "cannot connect"))
 
     @staticmethod
     def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[zmq.Frame]]:
