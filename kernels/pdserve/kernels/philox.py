@@ -97,10 +97,13 @@ def _part(words: UInt64Array, part: slice) -> UInt64Array:
 def _first_words_of_block(
     round_keys: Sequence[tuple[UInt64Array, UInt64Array]], w0: UInt64Array, c1: UInt64Array, c2: UInt64Array
 ) -> UInt64Array:
-    """Spoil `w0`; return the words, each in the low half of 64 bits."""
-    w1, w2, w3 = np.full_like(w0, c1 & LOW), np.full_like(w0, c2 & LOW), np.zeros_like(w0)
+    """Return the words, each in the low half of 64 bits."""
+    w1, w2, w3 = c1 & LOW, c2 & LOW, np.zeros((), np.uint64)
+    for k0, k1 in round_keys[:3]:  # constants reach every word only with the third round
+        a, b = w0 * ROUND_A, w2 * ROUND_B
+        w0, w1, w2, w3 = (b >> HALF) ^ (w1 ^ k0), b & LOW, (a >> HALF) ^ (w3 ^ k1), a & LOW
     spare_0, spare_2 = np.empty_like(w0), np.empty_like(w0)
-    for k0, k1 in round_keys:
+    for k0, k1 in round_keys[3:-1]:
         w0 *= ROUND_A
         w2 *= ROUND_B
         np.right_shift(w2, HALF, out=spare_0)
@@ -112,7 +115,11 @@ def _first_words_of_block(
         w2 &= LOW
         w0 &= LOW
         w0, w1, w2, w3, spare_0, spare_2 = spare_0, w2, spare_2, w0, w1, w3
-    return w0
+    w2 *= ROUND_B
+    w2 >>= HALF
+    w2 ^= w1
+    w2 ^= round_keys[-1][0]
+    return w2
 
 
 def uniform(seed: int, token_ids: NDArray[np.integer], position: int, sequence: int) -> NDArray[np.float32]:
