@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ def run_prefill(given: Mapping[str, Any], config: Path | None) -> None:
     from pdserve.prefill_node.server import serve
 
     run_service(serve, settings)
+    leave()
 
 
 def run_decode(given: Mapping[str, Any], config: Path | None) -> None:
@@ -50,6 +52,7 @@ def run_decode(given: Mapping[str, Any], config: Path | None) -> None:
     from pdserve.decode_node.server import serve
 
     run_service(serve, settings)
+    leave()
 
 
 def start_logs(settings: ProcessSettings) -> None:
@@ -67,6 +70,18 @@ def limit_threads(settings: NodeSettings) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
     if settings.threads > 1:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def leave() -> None:
+    """End a node's process here and now; all that it held is closed.
+
+    The interpreter's own end would take torch down first: seconds on a busy machine, and an abort while a thread still loads a
+    model that nobody wants any more.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_service(serve: Callable[[S], Awaitable[None]], settings: S) -> None:
