@@ -152,7 +152,9 @@ class RouterSettings(ProcessSettings):
     decode: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Addresses of decode nodes, HOST:PORT, comma-separated."
     )
-    max_sessions: Positive = Field(1024, description="Open answers (n of each request), waiting ones included; more are refused.")
+    max_sessions: Positive = Field(
+        1024, description="Open answers (n of each request), waiting ones included; more are refused."
+    )
     max_queue: Positive = Field(256, description="Requests that may wait for a node; more are refused.")
     queue_wait_s: Seconds = Field(60.0, description="Longest wait for a node before a request is refused.")
     max_attempts: Positive = Field(4, description="Failed attempts after which a request ends with an error.")
@@ -240,6 +242,10 @@ class NodeSettings(ProcessSettings):
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")
     kv_staging_bytes: Positive = Field(16 << 20, description="KV bytes that may be packed and not yet sent.")
+    kv_encryption: Literal["none", "curve"] = Field(
+        "none",
+        description="none or curve: KV encrypted with keys made from the cluster secret; the same on every node.",
+    )
     kv_link: str | None = Field(
         None, description="For experiments: what this node sends of KV goes as over BANDWIDTH,LATENCY[,JITTER]."
     )
@@ -249,6 +255,12 @@ class NodeSettings(ProcessSettings):
     grant_wait_s: Seconds = Field(30.0, description="Longest wait for blocks on the decode node.")
     transfer_idle_s: Seconds = Field(10.0, description="Silence after which a running transfer is given up.")
     step_limit_s: Seconds = Field(60.0, description="Age of a running step at which the engine counts as stuck.")
+
+    @model_validator(mode="after")
+    def _encryption_has_a_secret(self) -> Self:
+        if self.kv_encryption != "none" and self.cluster_secret is None:
+            raise ValueError("kv_encryption: needs cluster_secret, which its keys are made from")
+        return self
 
     @field_validator("kv_link", "kv_faults")
     @classmethod

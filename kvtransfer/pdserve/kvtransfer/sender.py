@@ -96,6 +96,7 @@ class SendTransfer:
         """When OPEN was first said, until GRANT comes."""
         self._deadline_s = now_s + settings.connect_wait_s
         self._repeat_s = float("inf")
+        self._no_link_because = ""
         self._stalled_since_s: float | None = None
         self._num_frames = 0
         self._kv_bytes = 0
@@ -233,6 +234,10 @@ class SendTransfer:
         """The connection that it was opened on is lost."""
         self._fail(T.LINK_LOST, "peer_lost", reason, now_s)
 
+    def link_failed_again(self, reason: str) -> None:
+        """The link that it waits for could not be made; `reason` is told if it never can."""
+        self._no_link_because = f"; last: {reason}"
+
     def link_refused(self, reason: str, detail: str, now_s: float) -> None:
         """There will be no link to this peer."""
         self._fail(T.LINK_REFUSED, reason, detail, now_s)
@@ -256,6 +261,8 @@ class SendTransfer:
                 self._send_commit(now_s)
             return
         story = f"{self.life.state.name.lower()} for {self.life.age_s(now_s):.1f} s"
+        if self.life.state is S.WAITING:
+            story += self._no_link_because
         reasons = {S.WAITING: "no_link", S.OPENING: "no_grant", S.STREAMING: "stalled", S.COMMITTED: "no_ack"}
         self._give_up(T.EXPIRE, reasons.get(self.life.state, "late"), story, now_s)
 

@@ -364,7 +364,9 @@ class SenderTable:
         # ABORTs would follow the hang-up, so the peer learns of the loss from the connection itself.
         link.lost(reason, now_s)
         for transfer in self._on(link):
-            if transfer.life.state is not SendState.WAITING:
+            if transfer.life.state is SendState.WAITING:
+                transfer.link_failed_again(reason)
+            else:
                 transfer.link_lost(reason, now_s)
                 self._settle(transfer, now_s)
 

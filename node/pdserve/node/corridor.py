@@ -14,6 +14,7 @@ from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import LinkSettings, TransferSpec
 from pdserve.kvtransfer.channel import Channel
+from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
@@ -42,6 +43,7 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
 
 def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Channel]:
     """Return what makes the corridor's transport: ZeroMQ, through a slower or worse link if an experiment asks for it."""
+    keys = listener_keys(settings.secret) if settings.kv_encryption == "curve" and settings.secret is not None else None
     shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
     if shape is not None:
         _logger.warning("EXPERIMENT: what this node sends of KV is slowed down to %s (--kv-link)", shape)
@@ -49,7 +51,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
         _logger.warning("EXPERIMENT: faults are injected into what this node sends of KV: %s (--kv-faults)", faults)
 
     def make_channel() -> Channel:
-        channel: Channel = ZeroMqChannel()
+        channel: Channel = ZeroMqChannel(keys)
         if shape is not None:
             channel = ShapedChannel(channel, shape, clock)
         return channel if faults is None else FaultyChannel(channel, faults, clock)
