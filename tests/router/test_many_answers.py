@@ -10,12 +10,16 @@ import pytest
 import pytest_asyncio
 
 from pdserve.core.errors import AttemptsExhausted
+from pdserve.core.work import FinishReason, Sampling
+from pdserve.router import pb
+from pdserve.router.instructions import Finish
+from pdserve.router.mailbox import Parcel
+from pdserve.router.output import Gain, PromptToken, Shown
+from pdserve.router.request import TokenInput, ValidRequest
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, Call, ask, submits
 from tests.router.scripted_node import ScriptedNode, Stage, leg, start_stage, until
-
-pytestmark = pytest.mark.asyncio
 
 PROMPT = inference_pb2.TokenIds(ids=IDS[:3])
 
@@ -56,6 +60,7 @@ def release(stage: Stage, *submits: node_pb2.Submit) -> None:
         stage.decode[0].released(submit)
 
 
+@pytest.mark.asyncio
 async def test_the_walk_of_three_sequences(stage: Stage) -> None:
     call = ask(stage, 3, n=3, top_logprobs=1)
     submit, same = await submits(stage)
@@ -74,6 +79,7 @@ async def test_the_walk_of_three_sequences(stage: Stage) -> None:
         assert [list(top.token_ids) for top in delta.top_logprobs] == [[token_id] for token_id in delta.token_ids]
 
 
+@pytest.mark.asyncio
 async def test_a_stop_text_cancels_one_sequence_on_both_nodes(stage: Stage) -> None:
     request: dict[str, Any] = {"n": 2, "stop": inference_pb2.StopConditions(stop=["b"], max_tokens=3)}
     call = ask(stage, 3, **request)
@@ -96,6 +102,7 @@ async def test_a_stop_text_cancels_one_sequence_on_both_nodes(stage: Stage) -> N
     }
 
 
+@pytest.mark.asyncio
 async def test_a_lost_node_parts_the_sequences_and_the_client_sees_one_answer(tmp_path: Path) -> None:
     async with start_stage(tmp_path) as stage:
         await stage.until("ready", 2)
@@ -132,6 +139,7 @@ async def test_a_lost_node_parts_the_sequences_and_the_client_sees_one_answer(tm
         assert stage.gauges()["served_total"] == 1
 
 
+@pytest.mark.asyncio
 async def test_a_part_that_fails_ends_the_request_with_one_error(tmp_path: Path) -> None:
     async with start_stage(tmp_path, max_attempts=2) as stage:
         await stage.until("ready", 2)
@@ -156,6 +164,7 @@ async def test_a_part_that_fails_ends_the_request_with_one_error(tmp_path: Path)
         assert (stage.gauges()["failed_total"], stage.gauges()["served_total"]) == (1, 0)
 
 
+@pytest.mark.asyncio
 async def test_a_client_that_leaves_parts_leaves_nothing(tmp_path: Path) -> None:
     async with start_stage(tmp_path) as stage:
         await stage.until("ready", 2)
@@ -174,6 +183,7 @@ async def test_a_client_that_leaves_parts_leaves_nothing(tmp_path: Path) -> None
         assert stage.gauges()["cancelled_total"] == 1
 
 
+@pytest.mark.asyncio
 async def test_prompt_scores_come_before_the_first_delta(stage: Stage) -> None:
     call = ask(stage, 1, text=None, token_ids=PROMPT, prompt_logprobs=True, top_logprobs=1)
     submit = await stage.prefill[0].next_of("submit")
@@ -194,6 +204,19 @@ async def test_prompt_scores_come_before_the_first_delta(stage: Stage) -> None:
     kinds = [kind for message in answer.messages for kind in ("prompt", "deltas") if getattr(message, kind)]
     assert kinds[0] == "prompt"
     assert kinds.count("prompt") == 1
+
+
+@pytest.mark.parametrize("length", [1, 4096, 4097, 10_000])
+def test_scores_of_a_long_prompt_are_cut_into_messages_of_a_mebibyte(length: int) -> None:
+    top = tuple((2**20 + index, -float(index)) for index in range(20))
+    prompt = tuple(PromptToken(2**20 + index, -1.0, top) for index in range(length))
+    gain, finish = Gain(0, Shown("x")), Finish(0, FinishReason.LENGTH)
+    pieces = list(pb.prompt_pieces(Parcel(prompt, (gain,), (finish,))))
+    assert [token for piece in pieces for token in piece.prompt] == list(prompt)
+    assert all(piece.prompt for piece in pieces)
+    assert [bool(piece.gains or piece.finished) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    closing = pb.Closing(ValidRequest("", "m", TokenInput((1,)), Sampling(), 1, top_logprobs=20), ())
+    assert max(pb.response(piece, closing).ByteSize() for piece in pieces) < 1 << 20
 
 
 # ---- usage, from what the nodes said
@@ -220,6 +243,7 @@ def usage_of_log(nodes: list[ScriptedNode], sessions: list[int], num_prompt: int
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("loss", ["never", "before the first token", "handing over", "decoding"])
+@pytest.mark.asyncio
 async def test_usage_is_what_the_event_log_says(tmp_path: Path, loss: str, n: int) -> None:
     """Failure class 20: cached tokens are the prefill node's, of the first attempt, and never more than the prompt has."""
     async with start_stage(tmp_path) as stage:

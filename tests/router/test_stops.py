@@ -10,12 +10,14 @@ from pdserve.core.work import FinishReason, SampledToken
 from pdserve.router.output import OutputText, joined
 from pdserve.router.sequence import EndRules, Sequence
 from pdserve.router.stops import StopMatcher
-from tests.router.models import byte_level_tokenizer, vocabulary_of
+from tests.router.models import byte_level_tokenizer, sentencepiece_tokenizer, vocabulary_of
 
 TOKENIZER = byte_level_tokenizer()
 VOCABULARY = vocabulary_of(TOKENIZER)
 NUM_IDS = TOKENIZER.get_vocab_size(with_added_tokens=True)
 EOS = TOKENIZER.encode("<|im_end|>").ids[0]
+PIECES = sentencepiece_tokenizer()
+PIECE_VOCABULARY = vocabulary_of(PIECES)
 LETTERS = {letter: TOKENIZER.encode(letter).ids[0] for letter in "abcdef"}
 
 
@@ -67,6 +69,7 @@ def ways_on(letters: str, num_exempt: int) -> list[list[str]]:
 
 @given(st.lists(st.text("abc", max_size=2), max_size=4), stop_lists, st.booleans(), st.integers(0, 5))
 @example(["a"], ["abc", "b"], False, 0)
+@example(["b", ""], ["a", "baa"], False, 2)
 @settings(max_examples=300, deadline=None)
 def test_what_is_held_back_is_what_some_continuation_takes_back(
     pieces: list[str], stops: list[str], include: bool, num_exempt: int
@@ -152,6 +155,34 @@ def test_deltas_join_to_the_one_shot_text_cut_at_the_first_stop(
         assert given_ids == ids[: len(given_ids)]
         assert len(given_ids) <= within
     assert sequence.num_shown_tokens == len(given_ids)
+
+
+@given(
+    st.lists(st.integers(0, PIECES.get_vocab_size(with_added_tokens=True) - 1), min_size=1, max_size=10),
+    st.lists(st.text("ab é\ufffd", min_size=1, max_size=3), max_size=2),
+    st.lists(st.integers(0, 20), max_size=2),
+    st.booleans(),
+    st.integers(0, 4),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_same_holds_for_vocabularies_of_pieces(
+    ids: list[int], stops: list[str], spots: list[int], include: bool, min_tokens: int
+) -> None:
+    """There a run of byte tokens becomes text when it ends: it belongs to the token that ends it."""
+    detokenizer = PIECE_VOCABULARY.detokenizer()
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    pieces[-1] += detokenizer.finish()
+    whole = str(PIECES.decode(ids, skip_special_tokens=True))
+    assert "".join(pieces) == whole
+    stops = [*stops, *(whole[spot : spot + 2] for spot in spots if whole[spot : spot + 2])]
+    output = OutputText(PIECE_VOCABULARY.detokenizer(), stops, include_stop=include, min_tokens=min_tokens)
+    sequence = Sequence(EndRules(len(ids), frozenset(), ignore_eos=True), output)
+    shown = joined(
+        sequence.accept([SampledToken(index, token_id, -1.0)], frozenset()) for index, token_id in enumerate(ids)
+    )
+    assert sequence.end is not None
+    expected = cut(pieces, stops, include=include, num_exempt=min_tokens)
+    assert (shown.text, sequence.end.stop or None) == expected
 
 
 def ended(ids: list[int], stops: list[str], *, stop_ids: frozenset[int], include: bool = False) -> tuple[str, Sequence]:

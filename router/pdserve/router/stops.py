@@ -43,7 +43,7 @@ class StopMatcher:
         self._num_pieces += not is_rest
         if not self._stops:
             return StopStep(text)
-        if not text:
+        if not text and self._num_pieces != self._num_exempt:  # with the last exempt piece, less needs to be held
             return StopStep("")
         buffer, num_given = self._begun + text, len(self._begun) if self._include else 0
         match = None if self._num_pieces <= self._num_exempt else self._first_match(buffer, len(self._begun))
