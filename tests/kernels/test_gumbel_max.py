@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdserve.core.work import Sampling
-from pdserve.kernels.gumbel_max import FOLD, NUM_FAVOURITES, contenders, draw, keep, kth_largest
+from pdserve.kernels.gumbel_max import FOLD, NUM_FAVOURITES, contenders, draw, favourites, keep, kth_largest
 from pdserve.kernels.logits import SampledRow
 from pdserve.kernels.philox import gumbel
 
@@ -59,9 +59,22 @@ def test_a_favourite_need_not_win(shape: str) -> None:
 
 
 def test_few_contenders_are_left() -> None:
-    row = SampledRow(Sampling(1.0, seed=3), 0, 0)
-    ids, _ = contenders(logits_of("usual"), row)
-    assert 1 <= ids.shape[0] < 20
+    logits, row = logits_of("usual"), SampledRow(Sampling(1.0, seed=3), 0, 0)
+    ids, z = favourites(logits, row.sampling)
+    assert ids.shape[0] == NUM_FAVOURITES
+    bound = float((z + gumbel(3, ids, 0, 0)).max())
+    assert 1 <= contenders(logits, row, bound)[0].shape[0] < 20
+
+
+def test_rows_of_every_kind_are_drawn_together_as_alone() -> None:
+    """Some rows are settled among their favourites, others are not."""
+    scores = [logits_of(shape, seed) for seed, shape in enumerate(SHAPES * 2)]
+    samplings = [
+        Sampling(1.0, seed=n, top_k=(0, 50, 0, 0)[n % 4], top_p=(1.0, 1.0, 0.9, 1.0)[n % 4]) for n in range(12)
+    ]
+    rows = [SampledRow(sampling, n % 2, n) for n, sampling in enumerate(samplings)]
+    assert draw(scores, rows) == [draw([logits], [row])[0] for logits, row in zip(scores, rows, strict=True)]
+    assert draw([], []) == []
 
 
 @settings(max_examples=200, deadline=None)

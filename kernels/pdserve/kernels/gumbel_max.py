@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pdserve.core.work import Sampling
 from pdserve.kernels.logits import IdArray, SampledRow
-from pdserve.kernels.philox import MAX_NOISE, gumbel, gumbel_of_rows, uniform
+from pdserve.kernels.philox import MAX_NOISE, gumbel_of_rows, uniform
 
 Candidates = tuple[IdArray, NDArray[np.float64]]
 """Ids [n], ascending, and their z [n]."""
@@ -39,36 +39,47 @@ SLACK = 1.001
 
 def draw(scores: Sequence[NDArray[np.float32]], rows: Sequence[SampledRow]) -> list[int]:
     """Return the id drawn from each row's processed logits [vocabulary]; none is greedy, and each maximum is finite."""
-    if not rows:
-        return []
-    candidates = [contenders(logits, row) for logits, row in zip(scores, rows, strict=True)]
-    noise = gumbel_of_rows(
-        [row.sampling.seed for row in rows],
-        [row.position for row in rows],
-        [row.sequence for row in rows],
-        [ids for ids, _ in candidates],
-    )
+    candidates = [favourites(logits, row.sampling) for logits, row in zip(scores, rows, strict=True)]
+    noise = _noise(rows, candidates)
+    open_rows = [index for index, (ids, _) in enumerate(candidates) if ids.shape[0] >= NUM_FAVOURITES]
+    for index in open_rows:
+        bound = float((candidates[index][1] + noise[index]).max())
+        candidates[index] = contenders(scores[index], rows[index], bound)
+    their_noise = _noise([rows[index] for index in open_rows], [candidates[index] for index in open_rows])
+    for index, g in zip(open_rows, their_noise, strict=True):
+        noise[index] = g
     return [int(ids[int(np.argmax(z + g))]) for (ids, z), g in zip(candidates, noise, strict=True)]
 
 
-def contenders(scores: NDArray[np.float32], row: SampledRow) -> Candidates:
-    """Return those of the ids that the filters keep which may win the draw.
+def favourites(scores: NDArray[np.float32], sampling: Sampling) -> Candidates:
+    """Return the likeliest of the ids that the filters keep; all that they keep if those are fewer than NUM_FAVOURITES."""
+    has_few = 0 < sampling.top_k <= NUM_FAVOURITES
+    return keep(scores, sampling, LOWEST if has_few else kth_largest(scores, NUM_FAVOURITES))
 
-    What the likeliest ones reach with their noise is a bound. Who would need more than the largest noise to reach it is out
-    unseen; of the others the uniform is enough: g >= t means u <= 1 - exp(-exp(-t)), which is at most exp(-t).
+
+def contenders(scores: NDArray[np.float32], row: SampledRow, bound: float) -> Candidates:
+    """Return those of the ids that the filters keep which may win the draw, where one is known to reach `bound` with its noise.
+
+    Who would need more than the largest noise to reach it is out unseen; of the others the uniform is enough: g >= t means
+    u <= 1 - exp(-exp(-t)), which is at most exp(-t).
     """
     sampling = row.sampling
-    has_few = 0 < sampling.top_k <= NUM_FAVOURITES
-    ids, z = keep(scores, sampling, LOWEST if has_few else kth_largest(scores, NUM_FAVOURITES))
-    if ids.shape[0] < NUM_FAVOURITES:
-        return ids, z  # nobody else is kept
-    bound = float((z + gumbel(sampling.seed, ids, row.position, row.sequence)).max())
     needed = float(scores.max()) + sampling.temperature * (bound - MAX_NOISE)
     ids, z = keep(scores, sampling, float(np.nextafter(np.float32(needed), np.float32(-np.inf))))
     u = uniform(sampling.seed, ids, row.position, row.sequence)
     largest = np.exp((z - bound).astype(np.float32)) * np.float32(SLACK) + np.float32(2.0**-31)
     left = np.flatnonzero(u <= largest)
     return ids[left], z[left]
+
+
+def _noise(rows: Sequence[SampledRow], candidates: Sequence[Candidates]) -> list[NDArray[np.float64]]:
+    """Return the Gumbel noise of each row's candidates."""
+    return gumbel_of_rows(
+        [row.sampling.seed for row in rows],
+        [row.position for row in rows],
+        [row.sequence for row in rows],
+        [ids for ids, _ in candidates],
+    )
 
 
 def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST) -> Candidates:

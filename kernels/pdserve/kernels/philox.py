@@ -136,6 +136,8 @@ def gumbel_of_rows(
     seeds: Sequence[int], positions: Sequence[int], sequences: Sequence[int], token_ids: Sequence[NDArray[np.integer]]
 ) -> list[NDArray[np.float64]]:
     """Return `gumbel` of each row's seed, position, sequence and candidates. At once: a few candidates cost as much as many."""
+    if not token_ids:
+        return []
     lengths = [len(ids) for ids in token_ids]
     keys, c1, c2 = (np.repeat(np.array(values, np.uint64), lengths) for values in (seeds, positions, sequences))
     noise = gumbel_from_uniform(uniform_from_bits(first_words(keys, np.concatenate(token_ids), c1, c2)))
