@@ -90,10 +90,13 @@ async def test_each_end_is_frozen_while_handing_over(tiny: Path, tmp_path: Path)
         await cluster.leak_oracle()
 
 
-async def test_answers_are_exact_over_a_slow_and_faulty_link(tiny: Path, tmp_path: Path) -> None:
-    """The experiments' options on real processes: attempts fail by name and are made again."""
+async def test_answers_are_exact_over_a_slow_faulty_and_encrypted_link(tiny: Path, tmp_path: Path) -> None:
+    """The options of the link on real processes: attempts fail by name and are made again."""
+    safe = (*QUICK, "--kv-encryption", "curve")
     out = ("--kv-link", "200Mbps,1ms,0.5ms", "--kv-faults", "corrupt@3,drop@9,disconnect@14,duplicate=0.02,seed=7")
-    async with start_cluster(tiny, tmp_path, prefill=((*QUICK, *out),), decode=(QUICK,), router=QUICK) as cluster:
+    async with start_cluster(
+        tiny, tmp_path, prefill=((*safe, *out),), decode=(safe,), router=QUICK, secret="a secret of the test"
+    ) as cluster:
         prompts = [[3 + (number + i) % 200 for i in range(20 + number)] for number in range(6)]
         for prompt in prompts:
             await exact(
