@@ -9,10 +9,10 @@ PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node d
 MODEL := smollm2-135m-instruct
 BASE_URL := http://127.0.0.1:8000/v1
 
-.PHONY: help setup model check test proto goldens demo bench outside clean
+.PHONY: help setup model check test proto goldens demo bench bench-transfer outside clean
 
 help: ## show the targets
-> @grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+> @grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## create .venv and install pdserve with its development tools
 
@@ -51,6 +51,9 @@ demo: setup ## a streamed answer through router, prefill and decode processes
 
 bench: setup model ## the record: decode rate, TTFT, ITL, cancel and idle figures
 > $(BIN)/python -m tests.bench
+
+bench-transfer: setup model ## KV transfer beside raw TCP and memcpy: ratios as gates, hidden share
+> $(BIN)/python -m tests.bench.transfer
 
 outside: ## ask a running router (BASE_URL) everything with OpenAI's own client, from an environment of its own
 > [ -x .venv-openai/bin/python ] || { $(PYTHON) -m venv .venv-openai && .venv-openai/bin/pip install --quiet openai jsonschema; }

@@ -21,6 +21,7 @@ from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.holding import HoldingChannel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
 from pdserve.kvtransfer.shaping import ShapedChannel
+from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 WAIT_S = 30.0
@@ -45,14 +46,15 @@ class End:
         END_OF[id(channel)] = self
 
     def wait(self, kind: type[E], num: int = 1) -> E:
-        """Poll until `num` events of a kind came; return the last of them. Other ends that hold frames are polled too."""
+        """Poll until `num` events of a kind came; return the last of them. Others that hold or answer are polled too."""
         deadline_s = time.monotonic() + WAIT_S
         while True:
             found = [event for event in self.events if isinstance(event, kind)]
             if len(found) >= num:
                 return found[num - 1]
             assert time.monotonic() < deadline_s, f"no {kind.__name__}: {self.events}"
-            holders = [end for end in END_OF.values() if end is not self and isinstance(end.channel, HoldingChannel)]
+            both = (HoldingChannel, SharedMemoryChannel)
+            holders = [end for end in END_OF.values() if end is not self and isinstance(end.channel, both)]
             batch = self.channel.poll(0.001 if holders else 1.0)
             assert len(batch) <= MAX_BATCH
             self.events += batch
@@ -67,6 +69,9 @@ def decorated(channel: Channel, decorator: str) -> Channel:
             return ShapedChannel(channel, LinkShape(2e10, 0.0005, 0.0002), SystemClock())
         case "faulty":
             return FaultyChannel(channel, LinkFaults(), SystemClock())
+        case "shared":
+            assert isinstance(channel, ZeroMqChannel)
+            return SharedMemoryChannel(channel, SystemClock())
     return channel
 
 

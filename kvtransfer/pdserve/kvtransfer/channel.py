@@ -6,7 +6,7 @@ sending may be lost without a word when the route is lost, which is why the prot
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, runtime_checkable
 
 Route = NewType("Route", bytes)
 """One connection as its channel names it. A new connection is a new route, also between the same two processes."""
@@ -90,4 +90,16 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Drop all routes and free everything; all payloads are released. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class LendingChannel(Protocol):
+    """A channel with memory of its own to pack payloads into, which it then sends without a copy."""
+
+    def lend(self, route: Route, num_bytes: int) -> memoryview | None:
+        """Return writable memory of that size; None if there is none now.
+
+        It may be used until the next `lend`, or until `send_data` took it: from then on it is as any payload.
+        """
         ...

@@ -8,7 +8,7 @@ from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
-from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
+from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, LendingChannel, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
 from pdserve.kvtransfer.events import KvSource, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
 from pdserve.kvtransfer.herald import Herald
@@ -140,10 +140,12 @@ class _SendShell:
         self._source = source
         self._clock = clock
         self._channel: Channel
+        self._lender: LendingChannel | None = None
         self._is_channel_dropped = False
 
     def begin(self, channel: Channel) -> None:
         self._channel = channel
+        self._lender = channel if isinstance(channel, LendingChannel) else None
 
     def handle(self, event: ChannelEvent, now_s: float) -> None:
         match event:
@@ -219,13 +221,17 @@ class _SendShell:
         spec, frame = plan.transfer.spec, plan.frame
         route = plan.link.route
         assert route is not None
-        slab = self.staging.lease()
-        payload = slab.view(frame.num_bytes)
+        slab: Slab | None = None
+        payload = None if self._lender is None else self._lender.lend(route, frame.num_bytes)
+        if payload is None:
+            slab = self.staging.lease()
+            payload = slab.view(frame.num_bytes)
         begun_s = self._clock.now_s()
         try:
             self._source.pack(spec.transfer_id, frame.layers, frame.tokens, payload)
         except Exception as error:
-            slab.release()
+            if slab is not None:
+                slab.release()
             _logger.exception("packing failed for transfer %s", spec.transfer_id.hex())
             self.table.fault(spec.transfer_id, "pack_failed", repr(error), now_s)
             return
@@ -235,11 +241,13 @@ class _SendShell:
         self.table.data_sent(plan, pack_s, now_s)
         released = partial(self._released, slab, plan.link, route)
         if not self._channel.send_data(route, header, payload, released):
-            slab.release()
+            if slab is not None:
+                slab.release()
             self.table.lost(route, "cannot send", now_s)
 
-    def _released(self, slab: Slab, link: SenderLink, route: Route) -> None:
-        slab.release()
+    def _released(self, slab: Slab | None, link: SenderLink, route: Route) -> None:
+        if slab is not None:
+            slab.release()
         self.table.data_released(link, route)
 
 

@@ -63,14 +63,15 @@ class OwnedArena:
         try:
             visit.setblocking(False)
             visit.connect(door_name(port))
-            _check_user(visit)
-            socket.send_fds(visit, [self.token], [self._fd])
+            user = user_of(visit)
+            if user == os.geteuid():
+                socket.send_fds(visit, [self.token], [self._fd])
         except OSError as error:
             visit.close()
             raise SharingRefused(f"nobody on this host takes shared memory for port {port} ({error})") from error
-        except SharingRefused:
+        if user != os.geteuid():
             visit.close()
-            raise
+            raise SharingRefused(f"who takes shared memory for port {port} runs as user {user}")
         self._visit = visit
 
     def slot(self, number: int) -> memoryview:
@@ -185,11 +186,7 @@ class ArenaDoor:
             while True:
                 visit, _ = self._listener.accept()
                 visit.setblocking(False)
-                try:
-                    _check_user(visit)
-                    if len(self._visitors) >= MAX_VISITORS:
-                        raise SharingRefused("too many visitors")
-                except SharingRefused:
+                if len(self._visitors) >= MAX_VISITORS or user_of(visit) != os.geteuid():
                     self.num_refused += 1
                     visit.close()
                     continue
@@ -219,11 +216,11 @@ class ArenaDoor:
             os.close(visitor.fd)
 
 
-def _check_user(other: socket.socket) -> None:
-    """Raise SharingRefused unless the process at the other end runs as the same user as this one."""
-    _, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if uid != os.geteuid():
-        raise SharingRefused(f"the other process runs as user {uid}")
+def user_of(other: socket.socket) -> int:
+    """Return the user id that the process at the other end of a Unix socket had when it connected or listened."""
+    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", found)[1]
+    return user
 
 
 def _unmap(memory: mmap.mmap) -> None:

@@ -190,6 +190,10 @@ class ZeroMqChannel:
         self._reap()
         return self._next_batch()
 
+    def watch(self, fd: int) -> None:
+        """End `poll` when this descriptor is readable, too. Whoever reads it does so after every poll."""
+        self._poller.register(fd, zmq.POLLIN)
+
     def gauges(self) -> dict[str, float]:
         """Return nothing: DATA inside sockets is counted by who sends it."""
         return {}

@@ -1,0 +1,286 @@
+"""The two processes of `make bench-transfer`: this one sends, a child receives. Pools are plain memory that is really copied.
+
+The child answers commands over a pipe, so that its CPU time can be read apart from this process's own.
+"""
+
+import multiprocessing
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from pdserve.core.ids import Incarnation, TransferId
+from pdserve.core.layout import KvLayout
+from pdserve.kvtransfer import (
+    Acked,
+    Granted,
+    KvReceiveService,
+    KvSendService,
+    Opened,
+    PeerUp,
+    ReceiveEvent,
+    SendEvent,
+    SendFailed,
+    TransferSpec,
+)
+from pdserve.kvtransfer.channel import Channel
+from tests.kvtransfer.nodes import FIRST, settings, spec_for
+
+POOL_BYTES = 64 << 20
+"""Larger than the caches, so that copies cost what they cost in a node."""
+PIECE_BYTES = 1 << 20
+WAIT_S = 120.0
+MakeChannel = Callable[[], Channel]
+E = TypeVar("E", PeerUp, Granted, Acked)
+
+
+def cpu_s() -> float:
+    """Return CPU seconds of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+class RollingMemory:
+    """Memory that is read or written piece after piece, from the start again at its end."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(bytearray(os.urandom(PIECE_BYTES) * (POOL_BYTES // PIECE_BYTES)))
+        self._at = 0
+
+    def piece(self, num_bytes: int) -> memoryview:
+        """Return the next `num_bytes`."""
+        if self._at + num_bytes > POOL_BYTES:
+            self._at = 0
+        piece = self._view[self._at : self._at + num_bytes]
+        self._at += num_bytes
+        return piece
+
+    def pack(self, transfer_id: TransferId, layers: range, tokens: range, into: memoryview) -> None:
+        """Copy out of it."""
+        into[:] = self.piece(len(into))
+
+    def place(self, transfer_id: TransferId, layers: range, tokens: range, payload: memoryview) -> None:
+        """Copy into it."""
+        self.piece(len(payload))[:] = payload
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a series of transfers took: wall seconds of moving alone, CPU seconds of both processes over the series."""
+
+    num_bytes: int
+    wall_s: float
+    cpu_s: float
+    transfers_s: tuple[float, ...] = ()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of the median transfer: what else runs on the machine disturbs it least."""
+        ordered = sorted(self.transfers_s)
+        return self.num_bytes / len(ordered) / ordered[len(ordered) // 2]
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """CPU seconds of both ends for 10⁹ bytes."""
+        return self.cpu_s / self.num_bytes * 1e9
+
+
+# --- raw TCP ---------------------------------------------------------------------------------------------------------------
+
+
+def _tcp_child(pipe: Connection, size: int) -> None:
+    memory = RollingMemory()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+        pipe.send(cpu_s())
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while _receive_one(connection, memory, size):
+                connection.sendall(b"a")
+    pipe.send(cpu_s())
+
+
+def _receive_one(connection: socket.socket, memory: RollingMemory, size: int) -> bool:
+    for at in range(0, size, PIECE_BYTES):
+        piece = memory.piece(min(PIECE_BYTES, size - at))
+        while piece:
+            num = connection.recv_into(piece)
+            if not num:
+                return False
+            piece = piece[num:]
+    return True
+
+
+def raw_tcp(size: int, num_transfers: int) -> Taken:
+    """Send `num_transfers` times `size` bytes over loopback in pieces of 1 MiB; each is answered with one byte."""
+    memory, walls = RollingMemory(), []
+    with child(_tcp_child, size) as pipe, socket.create_connection(("127.0.0.1", pipe.recv())) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        child_cpu_s, own_cpu_s = pipe.recv(), cpu_s()
+        for _ in range(num_transfers):
+            begun_s = time.perf_counter()
+            for at in range(0, size, PIECE_BYTES):
+                connection.sendall(memory.piece(min(PIECE_BYTES, size - at)))
+            assert connection.recv(1) == b"a"
+            walls.append(time.perf_counter() - begun_s)
+        own_cpu_s = cpu_s() - own_cpu_s
+        connection.shutdown(socket.SHUT_WR)
+        child_cpu_s = pipe.recv() - child_cpu_s
+    return Taken(size * num_transfers, sum(walls), own_cpu_s + child_cpu_s, tuple(walls))
+
+
+def memcpy_bytes_per_s() -> float:
+    """Return the rate at which one core copies between two buffers larger than its caches, median of pieces of 16 MiB."""
+    source, target, walls = RollingMemory(), RollingMemory(), []
+    for _ in range(20):
+        begun_s = time.perf_counter()
+        for _ in range(16):
+            target.piece(PIECE_BYTES)[:] = source.piece(PIECE_BYTES)
+        walls.append(time.perf_counter() - begun_s)
+    return 16 * PIECE_BYTES / sorted(walls)[len(walls) // 2]
+
+
+# --- the corridor ----------------------------------------------------------------------------------------------------------
+
+
+def _decode_child(pipe: Connection, layout: KvLayout, make_channel: MakeChannel) -> None:
+    """Receive until told to end: a spec is expected and granted as soon as it is opened."""
+    up = threading.Event()
+
+    def on_event(event: ReceiveEvent) -> None:
+        match event:
+            case PeerUp():
+                up.set()
+            case Opened(transfer_id):
+                service.grant(transfer_id)
+
+    mine = settings(layout)
+    service = KvReceiveService(mine, RollingMemory(), on_event, make_channel=make_channel)
+    service.start()
+    pipe.send((mine.incarnation, service.endpoint))
+    service.set_peers(frozenset({pipe.recv()}))
+    while (asked := pipe.recv()) != "end":
+        if isinstance(asked, TransferSpec):
+            service.expect(asked)
+        pipe.send(cpu_s())
+    service.stop()
+
+
+class Corridor:
+    """A sending service and a child that receives."""
+
+    def __init__(self, pipe: Connection, layout: KvLayout, make_channel: MakeChannel) -> None:
+        self._pipe = pipe
+        self._layout = layout
+        self._changed = threading.Condition()
+        self._events: list[SendEvent] = []
+        mine = settings(layout)
+        self._mine: Incarnation = mine.incarnation
+        self.service = KvSendService(mine, RollingMemory(), self._on_event, make_channel=make_channel)
+        self.service.start()
+        self._peer, endpoint = pipe.recv()
+        pipe.send(self._mine)
+        self.service.set_peers({self._peer: endpoint})
+        self._wait(PeerUp)
+
+    def granted(self, num_tokens: int) -> TransferId:
+        """Open a transfer and wait for its grant."""
+        spec = spec_for(self._peer, num_tokens)
+        self._pipe.send(TransferSpec(spec.transfer_id, 1, self._mine, spec.prompt_digest, num_tokens, spec.arrived_s))
+        self._pipe.recv()
+        self.service.open(spec)
+        self._wait(Granted)
+        return spec.transfer_id
+
+    def finish(self, transfer_id: TransferId) -> Acked:
+        """Commit, and wait for ACK."""
+        self.service.commit(transfer_id, FIRST, {})
+        return self._wait(Acked)
+
+    def series(self, num_tokens: int, num_transfers: int) -> Taken:
+        """Move transfers one after another, each ready as a whole; grants are not counted."""
+        child_cpu_s, own_cpu_s, walls = self.child_cpu_s(), cpu_s(), []
+        for _ in range(num_transfers):
+            transfer_id = self.granted(num_tokens)
+            begun_s = time.perf_counter()
+            self.service.mark_ready(transfer_id, range(self._layout.num_layers), range(num_tokens))
+            self.finish(transfer_id)
+            walls.append(time.perf_counter() - begun_s)
+        used_s = cpu_s() - own_cpu_s + self.child_cpu_s() - child_cpu_s
+        num_bytes = num_transfers * self._layout.range_bytes(range(self._layout.num_layers), num_tokens)
+        return Taken(num_bytes, sum(walls), used_s, tuple(walls))
+
+    def overlapped(self, num_tokens: int, compute_s: float, chunk: int = 512) -> float:
+        """Move one transfer whose layers become ready over `compute_s`, chunk after chunk; return its exposed seconds.
+
+        Computing is waiting here, as it is for the host of an accelerator.
+        """
+        transfer_id = self.granted(num_tokens)
+        begun_s, num_layers, done = time.perf_counter(), self._layout.num_layers, 0
+        for start in range(0, num_tokens, chunk):
+            tokens = range(start, min(start + chunk, num_tokens))
+            for layer in range(num_layers):
+                done += len(tokens)
+                ready_s = begun_s + compute_s * done / (num_tokens * num_layers)
+                time.sleep(max(0.0, ready_s - time.perf_counter()))
+                self.service.mark_ready(transfer_id, range(layer, layer + 1), tokens)
+        return self.finish(transfer_id).stats.exposed_s
+
+    def child_cpu_s(self) -> float:
+        """Return the receiving process's CPU seconds."""
+        self._pipe.send("cpu")
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """End both."""
+        self.service.stop()
+        self._pipe.send("end")
+
+    def _on_event(self, event: SendEvent) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _wait(self, kind: type[E]) -> E:
+        def found() -> list[SendEvent]:
+            return [event for event in self._events if isinstance(event, (kind, SendFailed))]
+
+        with self._changed:
+            assert self._changed.wait_for(found, WAIT_S), f"no {kind.__name__} within {WAIT_S} s"
+            event = found()[0]
+            self._events.clear()
+        assert isinstance(event, kind), event
+        return event
+
+
+@contextmanager
+def corridor(layout: KvLayout, make_channel: MakeChannel) -> Iterator[Corridor]:
+    """Run both ends over channels of one kind."""
+    with child(_decode_child, layout, make_channel) as pipe:
+        both = Corridor(pipe, layout, make_channel)
+        try:
+            yield both
+        finally:
+            both.close()
+
+
+@contextmanager
+def child(main: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Run `main(pipe, …)` in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=main, args=(theirs, *arguments))
+    process.start()
+    try:
+        yield mine
+    finally:
+        process.join(WAIT_S)
+        if process.is_alive():
+            process.kill()
