@@ -239,12 +239,18 @@ class NodeSettings(ProcessSettings):
         "auto", description="auto (float32 on CPU), float32, bfloat16 or float16."
     )
     device: str = Field("auto", description="auto, cpu or cuda[:N].")
+    attention_backend: Literal["auto", "torch-sdpa", "triton"] = Field(
+        "auto", description="auto (triton on CUDA where it is installed), torch-sdpa or triton (CUDA only)."
+    )
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")
     kv_staging_bytes: Positive = Field(16 << 20, description="KV bytes that may be packed and not yet sent.")
     kv_encryption: Literal["none", "curve"] = Field(
         "none",
         description="none or curve: KV encrypted with keys made from the cluster secret; the same on every node.",
+    )
+    kv_shared_memory: Literal["auto", "off"] = Field(
+        "auto", description="auto or off: KV to and from nodes of this host and user goes through shared memory."
     )
     kv_link: str | None = Field(
         None, description="For experiments: what this node sends of KV goes as over BANDWIDTH,LATENCY[,JITTER]."

@@ -19,8 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.core.errors import InternalError
 from pdserve.engine.kv_pool import KvPool
-from pdserve.kernels.backends import Backend
-from pdserve.kernels.ragged import RaggedPlan
+from pdserve.kernels.backends import Backend, StepPlan
 
 ATTENTION_NAME = "pdserve_paged"
 
@@ -69,9 +68,7 @@ def entered(frame: Frame) -> Iterator[None]:
 class PagedFrame:
     """The frame of a step: writes each layer's new keys and values into the pool, then attends over block tables."""
 
-    def __init__(
-        self, pool: KvPool, plan: RaggedPlan, backend: Backend, on_layer: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, pool: KvPool, plan: StepPlan, backend: Backend, on_layer: Callable[[int], None] | None) -> None:
         self._pool = pool
         self._plan = plan
         self._backend = backend

@@ -42,10 +42,12 @@ class Engine:
         block_size: int = 16,
         num_blocks: int,
         max_model_len: int | None = None,
+        attention_backend: str | None = None,
     ) -> "Engine":
         """Read the model folder, check that the engine can serve it, and allocate the pool.
 
-        `dtype` is float32, bfloat16 or float16, of weights, computation and KV. Raises ConfigError, ModelUnavailable or
+        `dtype` is float32, bfloat16 or float16, of weights, computation and KV; `attention_backend` one of `backends`, None
+        for the device's own. Raises ConfigError, ModelUnavailable or
         ModelUnsupported.
         """
         faults = [f"{name}: {value} is below 1" for name, value in _sizes(threads, block_size, num_blocks) if value < 1]
@@ -56,7 +58,13 @@ class Engine:
         torch.set_num_threads(threads)
         model = load_model(model_dir, dtype, torch.device(device))
         return cls(
-            model, dtype=dtype, device=device, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len
+            model,
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            attention_backend=attention_backend,
         )
 
     def __init__(
@@ -68,9 +76,12 @@ class Engine:
         block_size: int,
         num_blocks: int,
         max_model_len: int | None = None,
+        attention_backend: str | None = None,
     ) -> None:
         where = torch.device(device)
-        backend = choose_backend(where.type)
+        backend = choose_backend(where.type, attention_backend)
+        if backend.fuse is not None:
+            backend.fuse(model.module)
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
@@ -90,7 +101,7 @@ class Engine:
             tokenizer_digest=model.tokenizer_digest,
         )
         self.capabilities = Capabilities(compute_dtype=dtype, kv_dtype=dtype, wire_dtypes=(dtype,))
-        self._pool = KvPool(self.layout, num_blocks, block_size, where)
+        self._pool = KvPool(self.layout, num_blocks, block_size, where, backend)
         self._forward = Forward(model.module, self._pool, backend, where)
         self._is_stepping = False
         mebibytes = self._pool.num_bytes / 2**20

@@ -10,7 +10,7 @@ from pdserve.engine.attention import PagedFrame, entered
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.kv_pool import TORCH_DTYPES, KvPool
 from pdserve.kernels.backends import Backend
-from pdserve.kernels.ragged import ChunkRows, RaggedPlan
+from pdserve.kernels.ragged import ChunkRows
 
 
 class Forward:
@@ -38,7 +38,7 @@ class Forward:
         `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
         """
         rows = [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
-        plan = RaggedPlan(rows, self._pool.block_size, self._dtype, self._device)
+        plan = self._backend.plan(rows, self._pool.block_size, self._dtype, self._device)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         frame = PagedFrame(self._pool, plan, self._backend, on_layer)
         with entered(frame):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pdserve.core.layout import KvLayout
+from pdserve.kernels.backends import BACKENDS, Backend
 from pdserve.kernels.slots import slots_of
-from pdserve.kernels.wire_pack import pack_layers, unpack_layers
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -18,11 +18,19 @@ class KvPool:
     Slots are those of `kernels.slots`. Written for any device, but only ever run on the CPU: nothing is claimed for GPUs.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        backend: Backend | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._device = device
+        self._backend = backend or BACKENDS["torch-sdpa"]
         dtype = TORCH_DTYPES[layout.dtype]
         slots = num_blocks * block_size
         # Zeroed, not empty: the memory is then committed now, not in the middle of a request.
@@ -49,11 +57,11 @@ class KvPool:
 
     def pack(self, layers: range, slots: Tensor, into: memoryview) -> None:
         """Write the wire form of `slots` in `layers` into `into`; ValueError if its size is wrong."""
-        pack_layers([self._caches[layer] for layer in layers], slots, into)
+        self._backend.pack([self._caches[layer] for layer in layers], slots, into)
 
     def unpack(self, layers: range, slots: Tensor, payload: memoryview) -> None:
         """Write the wire form in `payload` into `slots` of `layers`; ValueError if its size is wrong."""
-        unpack_layers([self._caches[layer] for layer in layers], slots, payload)
+        self._backend.unpack([self._caches[layer] for layer in layers], slots, payload)
 
     def copy_block(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first `num_positions` positions of block `source` to block `target`, in every layer.

@@ -22,9 +22,11 @@ from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.forward import Forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.kernels.backends import Backend
-from pdserve.kernels.ragged import ChunkRows, RaggedPlan
+from pdserve.kernels.ragged import ChunkRows
 
 NUM_PROBE_TOKENS = 6
+PROBE_BLOCK_SIZE = 16
+"""At least the probe's tokens, so that one block holds a sequence; the usual size, for which kernels are compiled anyway."""
 ISOLATION_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
 """Largest difference allowed, as a share of the largest logit. Below fp32 the batch's shape alone changes logits."""
 
@@ -67,7 +69,7 @@ class Discovery:
         window = self._window(call)
         rows, heads, key_dim = call.keys.shape
         self.layers.append(LayerLayout(heads, key_dim, call.values.shape[2], window))
-        plan = RaggedPlan([ChunkRows(0, rows, [0])], rows, call.query.dtype, call.query.device)
+        plan = self._backend.plan([ChunkRows(0, rows, [0])], PROBE_BLOCK_SIZE, call.query.dtype, call.query.device)
         return self._backend.attend(
             call.query,
             call.keys.contiguous(),
@@ -136,7 +138,7 @@ def check_isolation(
     device: torch.device,
 ) -> None:
     """Raise ModelUnsupported if a sequence's logits depend on its neighbours, or on being cut into chunks."""
-    pool = KvPool(layout, num_blocks=3, block_size=NUM_PROBE_TOKENS, device=device)
+    pool = KvPool(layout, num_blocks=3, block_size=PROBE_BLOCK_SIZE, device=device, backend=backend)
     forward = Forward(module, pool, backend, device)
     neighbour, tokens = _probe_tokens(0, vocab_size), _probe_tokens(1, vocab_size)
     half = NUM_PROBE_TOKENS // 2

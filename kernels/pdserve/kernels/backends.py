@@ -1,15 +1,66 @@
-"""The one place that chooses who computes attention, by name, once at start, and says so in the log."""
+"""The one place that chooses who computes a step's own operations, by name, once at start, and says so in the log."""
 
+import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pdserve.core.errors import ConfigError
-from pdserve.kernels import kv_write, paged_attention
+from pdserve.kernels import kv_write, paged_attention, wire_pack
+from pdserve.kernels.ragged import ChunkRows, RaggedPlan
 
 log = logging.getLogger(__name__)
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+
+
+class StepPlan(Protocol):
+    """What all layers of a step share, in the form that the backend's attention reads."""
+
+    @property
+    def num_rows(self) -> int:
+        """New tokens of the step."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """Absolute position of every new token, [rows], int64."""
+        ...
+
+    @property
+    def write_slots(self) -> Tensor:
+        """Slot of every new token, [rows], int64."""
+        ...
+
+
+class StaticPlan(StepPlan, Protocol):
+    """A plan of single rows whose tensors stay where they are, so that a captured graph can read them again."""
+
+    def fill(self, chunks: Sequence[ChunkRows]) -> None:
+        """Describe these chunks of one row each; the rows that are left over write nothing and see nothing."""
+        ...
+
+
+class MakePlan(Protocol):
+    """Makes the plan of a step."""
+
+    def __call__(
+        self, chunks: Sequence[ChunkRows], block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> StepPlan:
+        """Return the plan of chunks whose rows follow each other; `dtype` is that of the model."""
+        ...
+
+
+class MakeStaticPlan(Protocol):
+    """Makes a plan for captured graphs."""
+
+    def __call__(self, num_rows: int, max_length: int, block_size: int, device: torch.device) -> StaticPlan:
+        """Return an idle plan for up to `num_rows` chunks of one row whose sequences have at most `max_length` positions."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +71,14 @@ class Backend:
     devices: frozenset[str]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     attend: Callable[..., Tensor]
-    """`paged_attention.paged_attention`; keyword arguments hide from Callable."""
+    """`paged_attention.paged_attention`; keyword arguments hide from Callable. Its plan is one of this backend's."""
+    plan: MakePlan = RaggedPlan
+    pack: Callable[[Caches, Tensor, memoryview], None] = wire_pack.pack_layers
+    unpack: Callable[[Caches, Tensor, memoryview], None] = wire_pack.unpack_layers
+    fuse: Callable[[nn.Module], None] | None = None
+    """Replaces those of a model's modules that it knows, at load, and logs which."""
+    static_plan: MakeStaticPlan | None = None
+    """There where the attention can be captured in a graph."""
 
 
 BACKENDS = {
@@ -31,15 +89,41 @@ BACKENDS = {
         attend=paged_attention.paged_attention,
     ),
 }
-"""Triton kernels and a native CPU op will stand here."""
+"""Those that are in memory. A native CPU op will stand here."""
+
+OPTIONAL = {"triton": "pdserve.kernels.triton_backend"}
+"""Those that need an extra: the module, imported when first asked for, whose `BACKEND` is it."""
+
+PREFERENCE = {"cpu": ("torch-sdpa",), "cuda": ("triton", "torch-sdpa")}
+"""What `auto` takes, first choice first; each step down is logged."""
 
 
 def choose_backend(device: str, name: str | None = None) -> Backend:
     """Return the named backend, or the best one for `device` ("cpu", "cuda", …); raise ConfigError if there is none."""
-    for backend in BACKENDS.values():
-        if device in backend.devices and name in (None, backend.name):
+    for candidate in PREFERENCE.get(device, ()) if name is None else (name,):
+        backend = _known(candidate, is_wanted=name is not None)
+        if backend is not None and device in backend.devices:
             log.info("attention backend %s on %s", backend.name, device)
             return backend
     raise ConfigError(
-        [f"no attention backend {name or 'at all'} for device {device}"], hint=f"known: {', '.join(BACKENDS)}"
+        [f"no attention backend {name or 'at all'} for device {device}"],
+        hint=f"known: {', '.join((*BACKENDS, *(other for other in OPTIONAL if other not in BACKENDS)))}",
     )
+
+
+def _known(name: str, *, is_wanted: bool) -> Backend | None:
+    """Return a backend by name; None if there is none, or its extra is not installed and nobody named it."""
+    if name in BACKENDS or name not in OPTIONAL:
+        return BACKENDS.get(name)
+    try:
+        module = importlib.import_module(OPTIONAL[name])
+    except ImportError as error:
+        if is_wanted:
+            raise ConfigError(
+                [f"attention backend {name}: {error}"], hint=f"install it with pip install 'pdserve[{name}]'"
+            ) from error
+        log.warning("attention backend %s is not there (%s); the next best is taken", name, error)
+        return None
+    backend = module.BACKEND
+    assert isinstance(backend, Backend)
+    return BACKENDS.setdefault(name, backend)

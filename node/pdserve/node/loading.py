@@ -96,4 +96,5 @@ def _load(settings: NodeSettings) -> Engine:
         block_size=settings.block_size,
         num_blocks=settings.kv_blocks,
         max_model_len=settings.max_model_len,
+        attention_backend=None if settings.attention_backend == "auto" else settings.attention_backend,
     )

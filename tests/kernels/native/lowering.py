@@ -74,7 +74,7 @@ float native_rint_f32(float x) { return rintf(x); }
 float native_tanh_f32(float x) { return tanhf(x); }
 float native_fmed3_f32(float a, float b, float c) { return fmaxf(fminf(fmaxf(a, b), c), fminf(a, b)); }
 unsigned native_mul_hi_u32(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
-/* float32 to bfloat16, nearest even: compilers call it where the processor has no instruction; the answer lies in the low half. */
+/* float32 to bfloat16, nearest even, for processors without the instruction; the answer lies in the low half. */
 float __truncsfbf2(float x) {
     union { float real; unsigned bits; } in = {x}, out;
     unsigned rounded = in.bits + 0x7fff + ((in.bits >> 16) & 1);
