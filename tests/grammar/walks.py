@@ -16,6 +16,10 @@ WAYS_OUT = ('"', "}", "]", ",", '":', "0", "1", "a", "b", "@", ".", ":", "/")
 """Tokens that lead somewhere: a walk of random tokens alone never ends a string."""
 
 
+class NoEnd(AssertionError):
+    """A walk was long enough; the grammar lets answers be longer."""
+
+
 def allowed_ids(matcher: GrammarMatcher, vocab_size: int = VOCAB_SIZE) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     """Return the ids that may come next."""
     mask = np.zeros(-(-vocab_size // 32), np.int32)
@@ -46,7 +50,7 @@ def random_answer(
         choices = out if out.size and rng.random() < (0.3 if len(ids) < 60 else 0.95) else others
         ids.append(int(choices[rng.randrange(choices.size)]))
         matcher.accept(ids[-1])
-    raise AssertionError(f"no end within {MAX_STEPS} tokens: {vocabulary.tokenizer.decode_str(ids)!r}")
+    raise NoEnd(f"no end within {MAX_STEPS} tokens: {vocabulary.tokenizer.decode_str(ids)!r}")
 
 
 def lets_through(matcher: GrammarMatcher, vocabulary: GrammarVocabulary, text: str) -> bool:

@@ -13,6 +13,8 @@ MAX_TEXT_BYTES = 128 * 1024
 MAX_MULTIPLE = 10_000
 """Largest multipleOf, its point taken out: the library makes a state per remainder (measured: a million, 5 s and 270 MB)."""
 
+LARGEST_NUMBER = 2**63 - 1
+"""The library takes the nearest it can hold for a larger number, and answers with that."""
 MAX_GBNF_CHARS = 32 * 1024
 """Turning GBNF into Lark takes a time that grows with the square of its rules (measured: 5000 rules, 6 s)."""
 
@@ -57,6 +59,8 @@ def check_schema(text: str) -> None:
     unseen: list[object] = [schema]
     while unseen:
         value = unseen.pop()
+        if isinstance(value, int | Decimal) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+            raise GrammarRefused("a number has more than 64 bits")
         if isinstance(value, list):
             unseen += value
         elif isinstance(value, dict):
