@@ -139,6 +139,7 @@ async def model_exposed(folder: Path, repeats: int) -> dict[str, object]:
 async def _asked(cluster: Cluster, num_tokens: int, number: int) -> tuple[float, float, float]:
     prompt = tuple((13 * i + 7 * number) % 40_000 + 100 for i in range(num_tokens))
     answer = await cluster.answer(prompt, Options(max_tokens=2, ignore_eos=True))
+    assert answer.summary is not None
     beside = answer.summary.timeline.overlapped
     return beside.exposed_transfer_s, answer.deltas[0].arrival_s, beside.pack_s + beside.place_s
 

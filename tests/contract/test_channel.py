@@ -75,7 +75,9 @@ def decorated(channel: Channel, decorator: str) -> Channel:
     return channel
 
 
-@pytest.fixture(params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty", "curve"])
+@pytest.fixture(
+    params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty", "curve", "zeromq-shared"]
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Channel]]:
     network, made = InProcessNetwork(), list[Channel]()
     transport, _, decorator = request.param.partition("-")

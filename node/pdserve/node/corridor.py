@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from pdserve.kvtransfer.channel import Channel
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
+from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 E = TypeVar("E")
@@ -42,7 +44,7 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
 
 
 def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Channel]:
-    """Return what makes the corridor's transport: ZeroMQ, through a slower or worse link if an experiment asks for it."""
+    """Return what makes the corridor's transport: ZeroMQ with shared memory inside a host, or through a worse link."""
     keys = listener_keys(settings.secret) if settings.kv_encryption == "curve" and settings.secret is not None else None
     shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
     if shape is not None:
@@ -50,8 +52,12 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
     if faults is not None:
         _logger.warning("EXPERIMENT: faults are injected into what this node sends of KV: %s (--kv-faults)", faults)
 
+    # A link that is made worse for an experiment stands for a network, which shared memory is not.
+    is_shared = settings.kv_shared_memory == "auto" and shape is None and faults is None and sys.platform == "linux"
+
     def make_channel() -> Channel:
-        channel: Channel = ZeroMqChannel(keys)
+        network = ZeroMqChannel(keys)
+        channel: Channel = SharedMemoryChannel(network, clock) if is_shared else network
         if shape is not None:
             channel = ShapedChannel(channel, shape, clock)
         return channel if faults is None else FaultyChannel(channel, faults, clock)
