@@ -1,0 +1,45 @@
+"""Which transport a node's settings make."""
+
+import logging
+from contextlib import closing
+
+import pytest
+
+from pdserve.core.clock import SystemClock
+from pdserve.core.errors import ConfigError
+from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings, load_settings
+from pdserve.kvtransfer.curve import listener_keys
+from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.shaping import ShapedChannel
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
+from pdserve.node.corridor import corridor_channel
+
+SECRET = "a secret of the test"
+KINDS = pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings])
+
+
+@KINDS
+@pytest.mark.parametrize("encryption", ["none", "curve"])
+def test_encryption_is_what_the_settings_say(kind: type[NodeSettings], encryption: str) -> None:
+    # A shaped link, since that is always a network.
+    given = {"cluster_secret": SECRET, "kv_encryption": encryption, "kv_link": "unlimited,0ms"}
+    with closing(corridor_channel(load_settings(kind, given), SystemClock())()) as channel:
+        assert isinstance(channel, ShapedChannel)
+        assert isinstance(channel._inner, ZeroMqChannel)
+        assert channel._inner._keys == (listener_keys(SECRET.encode()) if encryption == "curve" else None)
+
+
+@KINDS
+def test_encryption_without_a_secret_is_refused(kind: type[NodeSettings]) -> None:
+    with pytest.raises(ConfigError, match="cluster_secret"):
+        load_settings(kind, {"kv_encryption": "curve"})
+
+
+@KINDS
+def test_experiments_wrap_the_transport_and_say_so(kind: type[NodeSettings], caplog: pytest.LogCaptureFixture) -> None:
+    settings = load_settings(kind, {"kv_link": "1Gbps,2ms", "kv_faults": "drop=0.5"})
+    with caplog.at_level(logging.WARNING), closing(corridor_channel(settings, SystemClock())()) as channel:
+        assert isinstance(channel, FaultyChannel)
+        assert isinstance(channel._inner, ShapedChannel)
+        assert isinstance(channel._inner._inner, ZeroMqChannel)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["EXPERIMENT"] * 2
