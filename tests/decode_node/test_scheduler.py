@@ -224,14 +224,18 @@ def test_cancel_during_a_step_frees_blocks_only_after_it() -> None:
     assert target._pool.num_free == 16
 
 
-def test_a_row_without_a_token_ends_its_own_sequence_only() -> None:
+@pytest.mark.parametrize(
+    ("is_final", "outcome"), [(False, LegOutcome.FAILED), (True, LegOutcome.REFUSED)], ids=["machine", "request"]
+)
+def test_a_row_without_a_token_ends_its_own_sequence_only(is_final: bool, outcome: LegOutcome) -> None:
+    """Where another try would end the same way, the router is told not to make one."""
     target = scheduler(blocks=32)
     adopt(target, 1)
     adopt(target, 2)
     plan, _ = target.plan(1.0)
     assert plan is not None
-    told = target.step_done(plan, [ChunkResult((RowFailed("logits are not finite"),)), answer()], 0.1, 1.1)
-    assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
+    told = target.step_done(plan, [ChunkResult((RowFailed("why", is_final),)), answer()], 0.1, 1.1)
+    assert ReportEnd(leg(1), outcome, "no_token", "why") in told
     assert told[-1] == ReportToken(leg(2), SampledToken(1, 7, -0.1))
 
 

@@ -137,6 +137,7 @@ def test_a_limit_of_the_library_fails_its_row_and_no_other(vocabulary: GrammarVo
     first, wide, last = sample(logits, rows)
     assert isinstance(wide, RowFailed)
     assert "grammar" in wide.reason
+    assert wide.is_final
     assert "\n" not in wide.reason
     assert isinstance(first, Chosen)
     assert first.token_id == int(logits[0].argmax())

@@ -156,15 +156,19 @@ def test_a_prompt_that_can_never_fit_is_refused() -> None:
         assert (end.outcome, end.reason) == (LegOutcome.REFUSED, "never_fits")
 
 
-def test_a_row_without_a_token_ends_its_own_prompt_only() -> None:
+@pytest.mark.parametrize(
+    ("is_final", "outcome"), [(False, LegOutcome.FAILED), (True, LegOutcome.REFUSED)], ids=["machine", "request"]
+)
+def test_a_row_without_a_token_ends_its_own_prompt_only(is_final: bool, outcome: LegOutcome) -> None:
+    """Where another try would end the same way, the router is told not to make one."""
     target = scheduler()
     for number in (1, 2):
         target.submit(work(number), 0.0)
         target.granted(transfer(number), 0.0)
     plan, _ = target.plan(1.0)
     assert plan is not None
-    told = target.step_done(plan, [ChunkResult((RowFailed("logits are not finite"),)), TOKEN], 0.1, 1.1)
-    assert ReportEnd(leg(1), LegOutcome.FAILED, "no_token", "logits are not finite") in told
+    told = target.step_done(plan, [ChunkResult((RowFailed("why", is_final),)), TOKEN], 0.1, 1.1)
+    assert ReportEnd(leg(1), outcome, "no_token", "why") in told
     assert kinds(told)[-2:] == [ReportFirstToken, CommitTransfer]
 
 

@@ -219,7 +219,8 @@ class DecodeScheduler:
             choice = result.choices[0]
             if isinstance(choice, RowFailed):
                 # The request cannot be answered as a whole, so its other sequences need not go on.
-                instructions += self._end(leg, LegOutcome.FAILED, "no_token", choice.reason, now_s)
+                outcome = LegOutcome.REFUSED if choice.is_final else LegOutcome.FAILED
+                instructions += self._end(leg, outcome, "no_token", choice.reason, now_s)
                 continue
             instructions += self._take_token(leg, sequence, choice, now_s)
         for leg in legs:

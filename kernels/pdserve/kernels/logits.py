@@ -170,9 +170,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class RowFailed:
-    """No token could be chosen for this row; `reason` says why, in a line. The other rows of the step are not touched."""
+    """No token could be chosen for this row; `reason` says why, in a line. The other rows of the step are not touched.
+
+    `is_final` says that another try would end the same way, on any node: the request is at fault, not the machine.
+    """
 
     reason: str
+    is_final: bool = False
 
 
 Choice = Chosen | RowFailed

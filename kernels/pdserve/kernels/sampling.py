@@ -15,8 +15,10 @@ from pdserve.kernels.logits import Choice, Chosen, RowFailed, SampledRow
 from pdserve.kernels.processors import process
 
 BROKEN_LOGITS = RowFailed("the model's logits hold NaN or infinity")
-NOTHING_ALLOWED = RowFailed("no token is allowed: grammar, allowed, banned and ending tokens together leave none")
-OVERFLOW = RowFailed("biases and penalties together make a logit infinite")
+NOTHING_ALLOWED = RowFailed(
+    "no token is allowed: grammar, allowed, banned and ending tokens together leave none", is_final=True
+)
+OVERFLOW = RowFailed("biases and penalties together make a logit infinite", is_final=True)
 
 
 def sample(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice]:
@@ -37,7 +39,7 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice]:
     scores = raw.clone() if states else raw
     reasons = process(scores, states)
     picks = [
-        RowFailed(reasons[index]) if index in reasons else pick if is_sound[index] else BROKEN_LOGITS
+        RowFailed(reasons[index], is_final=True) if index in reasons else pick if is_sound[index] else BROKEN_LOGITS
         for index, pick in enumerate(_pick(scores, rows, is_sound))
     ]
     return _with_logprobs(raw, norms, rows, picks)

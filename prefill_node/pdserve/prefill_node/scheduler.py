@@ -278,7 +278,8 @@ class PrefillScheduler:
         tokens: list[SampledToken] = []
         for sequence, choice in zip(chunk.sequences, result.choices, strict=True):
             if isinstance(choice, RowFailed):
-                return self._end(job, LegOutcome.FAILED, "no_token", choice.reason, now_s)
+                outcome = LegOutcome.REFUSED if choice.is_final else LegOutcome.FAILED
+                return self._end(job, outcome, "no_token", choice.reason, now_s)
             if sequence not in job.cancelled:
                 reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
                 token = (work.next_index, choice.token_id, choice.logprob, reason, sequence, choice.top)
