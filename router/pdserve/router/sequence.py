@@ -66,7 +66,7 @@ class Sequence:
             pieces.append(self._take(next_token, eos_token_ids))
         if self.end is not None:
             self._early.clear()
-        return joined(pieces)
+        return pieces[0] if len(pieces) == 1 else joined(pieces)
 
     def _take(self, token: SampledToken, eos_token_ids: frozenset[int]) -> Shown:
         self.token_ids.append(token.token_id)
