@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3": 1}
+SMALL_DTYPES = ("int8", "float8_e4m3")
+"""Only on the wire: each vector of a head has a scale in front, see `kernels.wire_quant`."""
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,15 @@ class KvLayout:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
+    def on_wire(self, dtype: str) -> "KvLayout":
+        """Return the same shape in another dtype."""
+        return KvLayout(self.layers, dtype)
+
     def layer_token_bytes(self, layer: int) -> int:
         """Return bytes of one token position (K and V) in `layer`."""
         shape = self.layers[layer]
-        return shape.num_kv_heads * (shape.key_dim + shape.value_dim) * self.itemsize
+        scales = 2 * SCALE_BYTES if self.dtype in SMALL_DTYPES else 0
+        return shape.num_kv_heads * ((shape.key_dim + shape.value_dim) * self.itemsize + scales)
 
     def range_bytes(self, layers: range, num_tokens: int) -> int:
         """Return bytes of `num_tokens` positions in every layer of `layers`."""

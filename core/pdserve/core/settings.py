@@ -252,6 +252,10 @@ class NodeSettings(ProcessSettings):
     kv_shared_memory: Literal["auto", "off"] = Field(
         "auto", description="auto or off: KV to and from nodes of this host and user goes through shared memory."
     )
+    kv_wire: Literal["plain", "int8", "fp8"] = Field(
+        "plain",
+        description="plain, int8 or fp8: a prefill node sends KV in 8 bits, a decode node takes them. Not exact.",
+    )
     kv_link: str | None = Field(
         None, description="For experiments: what this node sends of KV goes as over BANDWIDTH,LATENCY[,JITTER]."
     )

@@ -33,6 +33,7 @@ from pdserve.node.legs import Legs
 from pdserve.node.loading import engine_facts
 from pdserve.node.pb import Peer
 from pdserve.node.reports import ReportEnd, ReportRelease
+from pdserve.node.small_wire import small_sink
 
 LIVE_STATES = (SequenceState.READY, SequenceState.RUNNING)
 
@@ -61,9 +62,10 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
         super().__init__(
             engine, pool, self._scheduler, grammar_compiler(settings, engine, clock), legs, clock, load_changed
         )
+        link = link_settings(settings, engine, incarnation)
         self._corridor = kv.KvReceiveService(
-            link_settings(settings, engine, incarnation),
-            Intake(engine, self._bound),
+            link,
+            small_sink(Intake(engine, self._bound), link),
             on_loop(self._on_corridor),
             host=settings.host,
             port=settings.kv_port,
@@ -72,7 +74,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             make_channel=corridor_channel(settings, clock),
         )
         self._corridor.start()
-        self._facts = engine_facts(engine, self._corridor.endpoint)
+        self._facts = engine_facts(engine, link.capabilities, self._corridor.endpoint)
         self._open(self._corridor, DecodeWorker(engine, self._constraints.matcher, clock).execute)
 
     def facts(self) -> EngineFacts:

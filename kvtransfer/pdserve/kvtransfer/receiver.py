@@ -281,13 +281,14 @@ class ReceiveTransfer:
             return NackReason.MISMATCH, f"attempt {message.attempt}, submitted is {self.spec.attempt}"
         if message.sequence != self._num_frames:
             return NackReason.GAP, f"frame {message.sequence}, expected {self._num_frames}"
-        if message.dtype != layout.dtype or message.heads != ALL_HEADS:
+        taken = self._settings.taken_layout(message.dtype)
+        if taken is None or message.heads != ALL_HEADS:
             return NackReason.LAYOUT, f"{message.dtype} of heads {message.heads}"
         if message.layers.stop > layout.num_layers:
             return NackReason.RANGE, f"layers {message.layers} of {layout.num_layers}"
         if message.tokens.start < self._skip_tokens or message.tokens.stop > self.spec.num_tokens:
             return NackReason.RANGE, f"tokens {message.tokens}, granted [{self._skip_tokens}, {self.spec.num_tokens})"
-        if message.num_bytes != layout.range_bytes(message.layers, len(message.tokens)):
+        if message.num_bytes != taken.range_bytes(message.layers, len(message.tokens)):
             return NackReason.LAYOUT, f"{message.num_bytes} bytes do not fit the ranges"
         if self._coverage.overlaps(message.layers, message.tokens):
             return NackReason.OVERLAP, f"layers {message.layers}, tokens {message.tokens} came before"

@@ -89,7 +89,7 @@ class SendTransfer:
         self.route: Route | None = None
         self._settings = settings
         self._out = out
-        self._planner = FramePlanner(settings.layout, spec.num_tokens)
+        self._planner = FramePlanner(settings.wire_layout, spec.num_tokens)
         self._commit: Commit | None = None
         self._commit_asked_s = 0.0
         self._asked_since_s: float | None = None
@@ -196,7 +196,7 @@ class SendTransfer:
             sequence=self._num_frames,
             layers=frame.layers,
             tokens=frame.tokens,
-            dtype=self._settings.layout.dtype,
+            dtype=self._settings.wire_layout.dtype,
             num_bytes=frame.num_bytes,
             checksum=checksum,
         )

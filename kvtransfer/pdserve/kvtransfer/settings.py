@@ -1,11 +1,12 @@
 """What a node tells the corridor about itself, and the bounds of every wait, queue and buffer in it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
-from pdserve.core.layout import KvLayout
+from pdserve.core.layout import SMALL_DTYPES, KvLayout
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.messages import Offer
 
@@ -27,6 +28,8 @@ class LinkSettings:
     incarnation: Incarnation
     secret: bytes | None = None
     reserve_policy: str = "on_open"
+    wire_dtype: str = ""
+    """An 8-bit form of KV. A sender sends nothing else; a receiver takes it beside its own dtype. Empty: only its own."""
 
     lease_s: float = 3.0
     """A link is lost when nothing was heard for this long."""
@@ -68,6 +71,13 @@ class LinkSettings:
             for name in ("window_bytes", "staging_bytes")
             if getattr(self, name) < MAX_FRAME_BYTES
         ]
+        if self.wire_dtype and self.wire_dtype not in SMALL_DTYPES:
+            faults.append(f"kv_wire: {self.wire_dtype!r} is none of {', '.join(SMALL_DTYPES)}")
+        elif self.wire_dtype and any(
+            self.wire_layout.layer_token_bytes(layer) >= layout.layer_token_bytes(layer)
+            for layer in range(layout.num_layers)
+        ):
+            faults.append(f"kv_wire: {self.wire_dtype} with its scales is no smaller than this model's {layout.dtype}")
         if any(layout.layer_token_bytes(layer) > MAX_FRAME_BYTES for layer in range(layout.num_layers)):
             faults.append(f"one token of a layer does not fit a frame of {MAX_FRAME_BYTES} bytes")
         if self.beat_s * 3 > self.lease_s:
@@ -76,6 +86,15 @@ class LinkSettings:
             faults.append("the cluster secret is empty")
         if faults:
             raise ConfigError(faults)
+
+    @cached_property
+    def wire_layout(self) -> KvLayout:
+        """Shape and dtype of what a sender sends."""
+        return self.layout.on_wire(self.wire_dtype) if self.wire_dtype else self.layout
+
+    def taken_layout(self, dtype: str) -> KvLayout | None:
+        """Return shape and dtype of a payload in `dtype`; None if a receiver does not take it."""
+        return next((each for each in (self.layout, self.wire_layout) if each.dtype == dtype), None)
 
     @property
     def offer(self) -> Offer:

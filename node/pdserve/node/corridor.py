@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from pdserve.core.clock import Clock
@@ -21,15 +22,21 @@ from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
+WIRE_DTYPES = {"plain": "", "int8": "int8", "fp8": "float8_e4m3"}
+"""Values of the setting `kv_wire`."""
+
 E = TypeVar("E")
 _logger = logging.getLogger(__name__)
 
 
 def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnation) -> LinkSettings:
     """Return what the corridor is told. Raises ConfigError if the bounds do not fit each other or the model."""
+    small = WIRE_DTYPES[settings.kv_wire]
+    takes = (engine.layout.dtype,) if isinstance(settings, DecodeSettings) or not small else ()
     return LinkSettings(
         identity=engine.identity,
-        capabilities=engine.capabilities,
+        capabilities=replace(engine.capabilities, wire_dtypes=(*takes, *((small,) if small else ()))),
+        wire_dtype=small,
         layout=engine.layout,
         incarnation=incarnation,
         secret=settings.secret,

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
+from pdserve.core.identity import Capabilities
 from pdserve.core.ids import new_incarnation
 from pdserve.core.models import resolve_model_dir
 from pdserve.node.desk import EngineFacts
@@ -54,11 +55,11 @@ def describe_process(role: Role, settings: NodeSettings, engine: Engine) -> Proc
     )
 
 
-def engine_facts(engine: Engine, kv_address: str = "") -> EngineFacts:
+def engine_facts(engine: Engine, capabilities: Capabilities, kv_address: str = "") -> EngineFacts:
     """Return what hello says. The advertised length is limited by the pool: a longer sequence could never be held."""
     return EngineFacts(
         identity=engine.identity,
-        capabilities=engine.capabilities,
+        capabilities=capabilities,
         num_blocks=engine.num_blocks,
         max_model_len=min(engine.max_model_len, engine.num_blocks * engine.block_size),
         eos_token_ids=engine.eos_token_ids,

@@ -18,6 +18,7 @@ from pdserve.node.legs import Legs
 from pdserve.node.loading import engine_facts
 from pdserve.node.pb import Peer
 from pdserve.node.reports import ReportEnd, ReportRelease
+from pdserve.node.small_wire import small_source
 from pdserve.prefill_node.handoff import Handoff
 from pdserve.prefill_node.instructions import (
     AbortTransfer,
@@ -57,11 +58,11 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
         super().__init__(
             engine, pool, self._scheduler, grammar_compiler(settings, engine, clock), legs, clock, load_changed
         )
-        self._facts = engine_facts(engine)
         link = link_settings(settings, engine, incarnation)
+        self._facts = engine_facts(engine, link.capabilities)
         self._corridor = kv.KvSendService(
             link,
-            Handoff(engine, self._bound),
+            small_source(Handoff(engine, self._bound), link),
             on_loop(self._on_corridor),
             clock,
             make_channel=corridor_channel(settings, clock),
