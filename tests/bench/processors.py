@@ -1,8 +1,8 @@
 """What choosing the tokens adds to a decode step of the engine: greedy, with some parameters, and with all of them.
 
-`python -m tests.bench.processors` prints one JSON record. Forward and choices are measured in turn, as CPU time of the one engine
-thread, which neighbours disturb least; every choice is of all rows of the step, each with a sequence of its own. Choices are made
-from logits after real text, and after nonsense, whose distribution is so flat that nearly every id might be chosen.
+`python -m tests.bench.processors` prints one JSON record. Choices are measured in turn, each after a forward, as CPU time of the
+one engine thread, which neighbours disturb least; every choice is of all rows of the step, each with its own sequence. The logits
+are those after real text, and after nonsense, whose distribution is so flat that nearly every id might be chosen.
 """
 
 import json
@@ -25,10 +25,8 @@ from tests.goldens.goldens import load_goldens
 BATCH = 32
 CONTEXT = 256
 NUM_OUTPUTS = 64
-WARM_UP = 2
-REPEATS = 15
+REPEATS = 9
 BLOCKS_EACH = CONTEXT // 16 + 1
-FORWARD = "forward"
 GREEDY_ROW = SampledRow(Sampling(), 0, 0)
 END_IDS = frozenset({2})
 PENALTIES = Sampling(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
@@ -81,9 +79,7 @@ def processors_cost() -> dict[str, object]:
     nonsense = [tuple((7 * i + n) % 40_000 + 100 for i in range(CONTEXT)) for n in range(BATCH)]
     chunks = _decode_step(engine, nonsense)
     texts = _texts()
-    works: dict[str, Callable[[], object]] = {
-        FORWARD: lambda: engine.logits(chunks)
-    }  # it writes the same positions each time
+    works: dict[str, Callable[[], object]] = {}
     for source, prompts, logits in (
         ("text", texts, _logits_after(engine, texts)),
         ("nonsense", nonsense, engine.logits(chunks)),
@@ -91,8 +87,7 @@ def processors_cost() -> dict[str, object]:
         for name, sampling in CASES.items():
             rows = [_row(sampling, prompt, n, is_full=name == "all") for n, prompt in enumerate(prompts)]
             works[f"{source}: {name}"] = partial(sample, logits, rows)
-    costs = _median_ms(works)
-    forward_ms = costs.pop(FORWARD)
+    forward_ms, costs = _median_ms(lambda: engine.logits(chunks), works)  # it writes the same positions each time
     return {
         "batch": BATCH,
         "vocabulary": engine.vocab_size,
@@ -139,16 +134,22 @@ def _row(sampling: Sampling, prompt: tuple[int, ...], number: int, *, is_full: b
 
 
 @torch.inference_mode()
-def _median_ms(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Measure all in turn, again and again: what disturbs the machine for a while disturbs each."""
-    times = {name: list[float]() for name in works}
-    for repeat in range(WARM_UP + REPEATS):
-        for name, work in works.items():
-            began_s = time.thread_time()
-            work()
-            if repeat >= WARM_UP:
-                times[name].append(1000 * (time.thread_time() - began_s))
-    return {name: quantile(taken, 0.5) for name, taken in times.items()}
+def _median_ms(
+    forward: Callable[[], object], choices: Mapping[str, Callable[[], object]]
+) -> tuple[float, dict[str, float]]:
+    """Measure each choice right after a forward, as it comes in a step, all in turn again and again; return the medians."""
+    forwards, times = list[float](), {name: list[float]() for name in choices}
+    for _ in range(REPEATS):
+        for name, choice in choices.items():
+            forwards.append(_cpu_ms(forward))
+            times[name].append(_cpu_ms(choice))
+    return quantile(forwards, 0.5), {name: quantile(taken, 0.5) for name, taken in times.items()}
+
+
+def _cpu_ms(work: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    work()
+    return 1000 * (time.thread_time() - began_s)
 
 
 def main() -> None:
