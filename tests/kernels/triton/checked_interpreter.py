@@ -193,7 +193,8 @@ class Memory:
         kind = where.get_element_ty()
         numpy_type = interpreter._get_np_dtype(kind)
         self._check("load", where, mask, numpy_type.itemsize)
-        if other is None and not mask.data.all():
+        # Of a single lane Triton's front end asks whether `other` is true, and drops one of 0: it cannot be told from none.
+        if other is None and where.data.size > 1 and not mask.data.all():
             # All bits set: NaN of every floating type, -1 of integers.
             poison = np.frombuffer(b"\xff" * numpy_type.itemsize, dtype=numpy_type)[0]
             other = handle(np.full(where.data.shape, poison, dtype=numpy_type), kind)
