@@ -147,6 +147,9 @@ class SendTransfer:
             return
         self._repeat_s = float("inf")
         self._end_waits(now_s)
+        if skip_tokens > self.spec.num_tokens:
+            self.fault("bad_grant", f"{skip_tokens} tokens to skip of {self.spec.num_tokens}", now_s)
+            return
         self._planner.skip(skip_tokens)
         self._deadline_s = now_s + self._settings.produce_wait_s
         self._out.append(Emit(Granted(self.spec.transfer_id, skip_tokens)))
