@@ -9,8 +9,9 @@ it began, so every run of the scenario comes to one of those.
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from pdserve.kvtransfer.messages import Challenge, Hello, Message, Welcome
 from tests.kvtransfer.model import Model, thaw
 from tests.kvtransfer.model_parts import NUM_TOKENS, RECEIVER, SENDER, Action, Broken, Plan
 
@@ -38,6 +39,9 @@ class Scenario:
     must_succeed: bool = False
     """Whether every run without an end by a node has to end in ACK."""
     window_bytes: int = 1 << 20
+    has_secret: bool = False
+    is_met: bool = True
+    """Whether it begins after the handshake; if not, the router names each node to the other at any time."""
 
 
 @dataclass
@@ -64,7 +68,8 @@ Budget = tuple[tuple[str, int], ...]
 def search(scenario: Scenario) -> Found:
     """Visit all states of `scenario`; raise Broken, with the shortest way to it, at the first that breaks a rule."""
     found = Found()
-    start = Model(scenario.plans, scenario.window_bytes)
+    named = {SENDER, RECEIVER} if scenario.is_met else set[str]()
+    start = Model(scenario.plans, scenario.window_bytes, scenario.has_secret, named)
     budget = tuple(
         (name, getattr(scenario, f"num_{name}"))
         for name in ("faults", "aborts", "repeats", "cuts", "restarts", "times")
@@ -102,6 +107,9 @@ def actions(model: Model, scenario: Scenario, left: dict[str, int]) -> Iterator[
     """Yield what can happen next, and which budget it costs."""
     for plan in model.plans:
         yield from _node_actions(model, plan, left)
+    for side in (SENDER, RECEIVER):
+        if side not in model.named:
+            yield ("name", side), ""
     for to, route in model.wires:
         yield ("deliver", to, route), ""
     for side, route in model.untold:
@@ -225,6 +233,7 @@ def fingerprint(model: Model) -> tuple[object, ...]:
         tuple(sorted(model.untold)),
         tuple(sorted((key, tuple(map(_said, wire))) for key, wire in model.wires.items())),
         tuple(model.generations.values()),
+        tuple(sorted(model.named)),
     )
     runs = tuple((run.times, run.produced, run.is_decided, run.is_aborted, run.events) for run in model.runs.values())
     place = None if model.place is None else (model.place[0], tuple(sorted(model.place[1].items())))
@@ -270,6 +279,7 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
             route,
             link.life.state.value,
             link.peer,
+            link._challenge != b"",
             link.received_bytes - link.window_limit,
             _in(link.due_s, now_s),
             _in(link._heard_until_s, now_s),
@@ -301,11 +311,14 @@ def _in(due_s: float, now_s: float) -> float:
     return round(due_s - now_s, 6)
 
 
-def _said(sent: tuple[object, bytes]) -> tuple[object, ...]:
+def _said(sent: tuple[Message, bytes]) -> tuple[object, ...]:
     """Return a message without its random parts."""
     message, payload = sent
-    if type(message).__name__ == "Hello":
-        message = replace(message, nonce=b"", offer=None)  # type: ignore[type-var]  # a dataclass by its name
+    match message:
+        case Hello():
+            return "hello", message.incarnation, message.expected, message.proof != b""
+        case Challenge() | Welcome():
+            return (type(message).__name__,)
     return (repr(message), payload)
 
 

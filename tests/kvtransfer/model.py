@@ -55,6 +55,9 @@ class Model:
 
     plans: tuple[Plan, ...]
     window_bytes: int = 1 << 20
+    has_secret: bool = False
+    named: set[str] = field(default_factory=lambda: {SENDER, RECEIVER})
+    """The sides that the router told of the other one. Those that it has not told yet, it tells by `name`."""
     now_s: float = 0.0
     num_routes: int = 0
     generations: dict[str, int] = field(default_factory=lambda: {SENDER: 0, RECEIVER: 0})
@@ -74,18 +77,22 @@ class Model:
         for side in (SENDER, RECEIVER):
             for plan in self.plans:
                 self.runs[side, plan.name] = Run()
-        self.meet()
+        for side in sorted(self.named):
+            self.name(side)
         while self.wires:
             self.deliver(*next(iter(self.wires)))
 
     def settings(self, side: str) -> ModelSettings:
         """Return the settings of the present run of one side."""
-        return settings_of(side, self.generations[side], self.window_bytes)
+        return settings_of(side, self.generations[side], self.window_bytes, self.has_secret)
 
-    def meet(self) -> None:
-        """The router names both nodes to each other."""
-        self.receiver.set_peers(frozenset({self.settings(SENDER).incarnation}), self.now_s)
-        self.sender.set_peers({self.settings(RECEIVER).incarnation: "there"}, self.now_s)
+    def name(self, side: str) -> None:
+        """The router names the other node to one side."""
+        self.named.add(side)
+        if side == RECEIVER:
+            self.receiver.set_peers(frozenset({self.settings(SENDER).incarnation}), self.now_s)
+        else:
+            self.sender.set_peers({self.settings(RECEIVER).incarnation: "there"}, self.now_s)
         self.execute()
 
     def spec(self, side: str, plan: Plan) -> TransferSpec:
@@ -217,7 +224,8 @@ class Model:
         else:
             self.place = None
             self.receiver = ReceiverTable(self.settings(RECEIVER))
-        self.meet()
+        for named in sorted(self.named):
+            self.name(named)
 
     def pass_time(self) -> bool:
         """Move to the next deadline of either side; False if there is none."""

@@ -46,13 +46,14 @@ class ModelSettings(LinkSettings):
 
 
 @cache
-def settings_of(side: str, generation: int, window_bytes: int) -> ModelSettings:
+def settings_of(side: str, generation: int, window_bytes: int, has_secret: bool) -> ModelSettings:
     """Return the settings of one run of one side, always the same object."""
     return ModelSettings(
         identity=IDENTITY,
         capabilities=CAPABILITIES,
         layout=LAYOUT,
         incarnation=Incarnation(f"{side[0]}{generation}".encode() * 8),
+        secret=b"the secret of the model" if has_secret else None,
         lease_s=3.0,
         beat_s=1.0,
         connect_wait_s=4.0,
@@ -132,7 +133,7 @@ def _layout() -> KvLayout:
 SHARED: dict[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     LifeCycle: lambda life: (_life, (life.table.name, life.subject, life.entered_s, life.state.value)),
     KvLayout: lambda layout: (_layout, ()),
-    ModelSettings: lambda mine: (settings_of, (mine.side, mine.generation, mine.window_bytes)),
+    ModelSettings: lambda mine: (settings_of, (mine.side, mine.generation, mine.window_bytes, mine.secret is not None)),
     TransferSpec: lambda spec: (spec_of, (spec.transfer_id, spec.attempt, spec.peer)),
     Plan: lambda plan: (_plan, (plan.name, plan.sent_attempt, plan.expected_attempt)),
 }

@@ -1,5 +1,7 @@
 """What the exhaustive search goes through: in CI, and (`python -m tests.kvtransfer.explore deep`) with larger budgets."""
 
+from dataclasses import replace
+
 from tests.kvtransfer.explore import Scenario
 from tests.kvtransfer.model_parts import FRAME_BYTES, Plan
 
@@ -42,9 +44,34 @@ WINDOW = Scenario(
     window_bytes=FRAME_BYTES,
 )
 
-SCENARIOS = [ONE_CLEAN, FAULTS, REPEATS, TIMES, TIME_AND_LOSS, CUTS, RESTARTS, TWO_ENDS, TWO_FAULTS, STALE, WINDOW]
+GREETING = Scenario("a handshake with a secret, named late", has_secret=True, is_met=False)
+GREETING_FAULTS = replace(
+    GREETING, name=GREETING.name + ", a fault, a break", faults=EVERY_FAULT, num_faults=1, num_cuts=1
+)
+GREETING_TIMES = replace(GREETING, name=GREETING.name + ", a deadline, a break", num_times=1, num_cuts=1)
+GREETING_RESTARTS = replace(GREETING, name=GREETING.name + ", a restart", num_restarts=1)
+
+SCENARIOS = [
+    ONE_CLEAN,
+    FAULTS,
+    REPEATS,
+    TIMES,
+    TIME_AND_LOSS,
+    CUTS,
+    RESTARTS,
+    TWO_ENDS,
+    TWO_FAULTS,
+    STALE,
+    WINDOW,
+    GREETING_FAULTS,
+    GREETING_TIMES,
+    GREETING_RESTARTS,
+]
 
 DEEP = [
+    replace(
+        GREETING, name="a handshake with a secret, a fault, a deadline", faults=EVERY_FAULT, num_faults=1, num_times=1
+    ),
     Scenario("three faults", faults=EVERY_FAULT, num_faults=3, num_aborts=1, num_repeats=1),
     Scenario("three deadlines, an end", num_times=3, num_aborts=1),
     Scenario("two breaks, two deadlines", num_cuts=2, num_times=2),
