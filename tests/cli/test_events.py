@@ -25,7 +25,7 @@ def test_line_that_is_no_json_object_becomes_a_message(line: str) -> None:
 def test_one_stream_of_json_has_events_among_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = JsonLogReporter()
     reporter.log("router", '{"level":"info"}')
-    reporter.event(Ready("127.0.0.1:1"))
+    reporter.event(Ready("127.0.0.1:1", "127.0.0.1:2"))
     reporter.event(Exited("router", "router", 7, 0, "ended (exit status 0)"))
     reporter.event(Exited("router", "router", 7, 1, "failed (exit status 1)"))
     told = capsys.readouterr()
@@ -34,6 +34,11 @@ def test_one_stream_of_json_has_events_among_the_lines(capsys: pytest.CaptureFix
     assert [entry["process"] for entry in entries] == ["router", "pdserve", "pdserve", "pdserve"]
     assert [entry["level"] for entry in entries] == ["info", "info", "info", "error"]
     assert "127.0.0.1:1" in entries[1]["message"]
+    assert "http://127.0.0.1:2/v1" in entries[1]["message"]
+
+
+def test_a_cluster_without_http_names_no_such_address() -> None:
+    assert "http" not in Ready("127.0.0.1:1").line()
 
 
 def test_logs_stand_beside_json_events_in_the_format_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ class Preparing(Event):
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """A process listens. `addresses` has "grpc", and "kv" where a node announces it."""
+    """A process listens. `addresses` has "grpc", "kv" where a node announces it, and "http" of a router that serves it."""
 
     kind: ClassVar[str] = "started"
     name: str
@@ -71,14 +71,16 @@ class Waiting(Event):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Event):
-    """The router serves."""
+    """The router serves, over gRPC at `address` and, unless `http_address` is empty, over HTTP there."""
 
     kind: ClassVar[str] = "ready"
     address: str
+    http_address: str = ""
 
     def line(self) -> str:
         """Return the event as a line for people."""
-        return f'ready: pdserve generate --server {self.address} "Once upon a time"'
+        http = f"; OpenAI's API at http://{self.http_address}/v1" if self.http_address else ""
+        return f'ready: pdserve generate --server {self.address} "Once upon a time"{http}'
 
 
 @dataclass(frozen=True, slots=True)

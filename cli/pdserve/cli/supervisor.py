@@ -90,7 +90,7 @@ class Supervisor:
                     starts.create_task(self._start(node))
             await self._start(self._router)
             await self._until_ready()
-            self._reporter.event(Ready(self.address))
+            self._reporter.event(Ready(self.address, self._router.addresses.get("http", "")))
             if on_ready is not None:
                 on_ready()
             async with asyncio.TaskGroup() as keepers:
