@@ -16,6 +16,7 @@ from tests.router.client_calls import IDS, submits
 from tests.router.http_calls import (
     CHAT,
     COMPLETIONS,
+    Json,
     adopted,
     body_of,
     events_of,
@@ -120,6 +121,32 @@ async def test_a_stream(http: Http, path: str, usage: bool) -> None:
     if path == CHAT:
         assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert with_choice[-1]["choices"][0]["delta"] == {}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"return_token_ids": True}], ids=["text", "with ids"])
+async def test_a_token_without_text_makes_an_event_only_if_tokens_are_asked_for(http: Http, wishes: Json) -> None:
+    """Half a character, or the beginning of a call: clients were sent empty content."""
+    stage, client = http
+    half, other = byte_level_tokenizer().encode("😀").ids
+
+    async def first_token() -> node_pb2.Submit:
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, half)
+        return submit
+
+    first = asyncio.create_task(first_token())
+    async with client.stream("POST", CHAT, json=body_of(CHAT, stream=True, max_tokens=2, **wishes)) as response:
+        submit = await first
+        lines = response.aiter_lines()
+        opening = await anext(lines)
+        await adopted(stage, submit)
+        stage.prefill[0].released(submit)
+        stage.decode[0].step(tokens=[tokens_of(submit, 0, [other])])
+        stage.decode[0].released(submit)
+        rest = [line async for line in lines]
+    events = events_of("\n".join([opening, *rest, ""]))
+    contents = [event["choices"][0]["delta"].get("content") for event in events]
+    assert contents == (["", "", "😀", None] if wishes else ["", "😀", None])
 
 
 @PATHS

@@ -17,7 +17,7 @@ from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.router.answering import CLIENT_STALL_S, Answering, Reply
 from pdserve.router.http.errors import HttpFault, JsonObject, answer_of
 from pdserve.router.http.extension import extension, server_timing
-from pdserve.router.http.fields import Asked
+from pdserve.router.http.fields import Asked, Wishes
 from pdserve.router.http.shape import PromptView, Shape, usage_of
 from pdserve.router.instructions import Answer, Fail, Finish
 from pdserve.router.mailbox import Parcel
@@ -113,7 +113,7 @@ class AnswerResponse:
     async def _stream(self, send: Send) -> None:
         async with AsyncExitStack() as stack:
             replies = await self._open(stack)
-            events = EventStream(self._shape, self._head, replies, include_usage=self._asked.wishes.include_usage)
+            events = EventStream(self._shape, self._head, replies, self._asked.wishes)
             async with aclosing(parcels_of(replies)) as parcels:
                 async for number, parcel in parcels:
                     await self._send(send, events.of_parcel(number, parcel))
@@ -146,10 +146,13 @@ class AnswerResponse:
 
 
 class EventStream:
-    """From parcels to events. The last finish of all waits for what closes the answer, which it carries."""
+    """From parcels to events. The last finish of all waits for what closes the answer, which it carries.
 
-    def __init__(self, shape: Shape, head: Head, replies: Sequence[Reply], *, include_usage: bool) -> None:
-        self._shape, self._head, self._replies, self._include_usage = shape, head, replies, include_usage
+    Tokens without text yet (half a character, the beginning of a tool call) make no event, unless tokens were asked for.
+    """
+
+    def __init__(self, shape: Shape, head: Head, replies: Sequence[Reply], wishes: Wishes) -> None:
+        self._shape, self._head, self._replies, self._wishes = shape, head, replies, wishes
         self._opened: set[int] = set()
         self._answers: dict[int, Answer] = {}
         self._num_open = sum(reply.request.n for reply in replies)
@@ -161,7 +164,9 @@ class EventStream:
         first = sum(reply.request.n for reply in self._replies[:number])
         events = self._open(number, parcel, first)
         events += [
-            self._chunk(self._shape.gained(first + gain.sequence, gain.shown)) for gain in parcel.gains if gain.shown
+            self._chunk(self._shape.gained(first + gain.sequence, gain.shown))
+            for gain in parcel.gains
+            if self._wishes.sees(gain.shown)
         ]
         for finish in parcel.finished:
             choice = self._shape.ended(first + finish.sequence, finish, request)
@@ -179,7 +184,7 @@ class EventStream:
         assert self._held is not None, "every sequence has ended"
         answered = [(reply, self._answers[number]) for number, reply in enumerate(self._replies)]
         closing: JsonObject = {"pdserve": extension(answered)}
-        if not self._include_usage:
+        if not self._wishes.include_usage:
             return self._chunk(self._held, closing)
         usage = self._head.of(self._shape.chunk_object) | {"choices": [], "usage": usage_of(self._answers.values())}
         return self._chunk(self._held) + event(usage | closing)
@@ -194,7 +199,7 @@ class EventStream:
         return [self._chunk(choice) for choice in choices if choice is not None]
 
     def _chunk(self, choice: JsonObject, more: Mapping[str, object] | None = None) -> bytes:
-        usage: JsonObject = {"usage": None} if self._include_usage else {}
+        usage: JsonObject = {"usage": None} if self._wishes.include_usage else {}
         return event(self._head.of(self._shape.chunk_object) | {"choices": [choice]} | usage | dict(more or {}))
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pdserve.core.errors import InvalidRequest, NotServed
 from pdserve.core.setting_faults import did_you_mean
 from pdserve.router.http.errors import JsonObject
+from pdserve.router.output import Shown
 from pdserve.router.request import (
     ChoiceOutput,
     GenerateCall,
@@ -233,6 +234,11 @@ class Wishes:
     token_ids: bool = False
     tokens_as_ids: bool = False
     include_usage: bool = False
+
+    def sees(self, shown: Shown) -> bool:
+        """Whether the client sees anything of what an answer gained."""
+        tells_tokens = self.token_ids or self.num_top is not None
+        return bool(shown.text or shown.reasoning or shown.tool_calls or (shown.tokens and tells_tokens))
 
 
 @dataclass(frozen=True, slots=True)
