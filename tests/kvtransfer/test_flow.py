@@ -150,6 +150,20 @@ class TestWindow:
         world.settle()
         assert len(world.said(">", Data)) == 5
 
+    def test_frames_inside_a_socket_go_with_their_connection(self) -> None:
+        """They were counted until the next handshake, and late releases must not count against the next connection."""
+        world = World(settings(layout=ROW), settings(layout=ROW)).meet()
+        world.release_at_once = False
+        world.mark(world.open(128 * 8), range(4), range(1024))
+        assert world.sender.gauges()["kv_frames_in_sockets"] == 4
+        world.cut()
+        assert world.sender.gauges()["kv_frames_in_sockets"] == 0
+        for release in world.unreleased:
+            release()
+        world.advance(1.0)
+        world.sender.check_invariants()
+        assert world.sender.gauges()["kv_frames_in_sockets"] == 0
+
     def test_nothing_is_packed_without_staging(self) -> None:
         world = World().meet()
         world.staging_has_room = False
