@@ -211,3 +211,28 @@ def check_prefill(case: dict[str, object], paged_prefill: Prefill) -> None:
     )
     judge(shape, out[1:-1], expected_rows(shape, query[1:-1], pool, pool.chunks))
     assert (out[[0, -1]] == UNTOUCHED).all(), "a row of nobody was written"
+
+
+LARGE = Shape(torch.bfloat16, None, (8, 4), (64, 64), 16, None, None, False, False, 16)
+LAST_PAGE = 2**31 // (4 * 64 * 16) + 3
+"""In a cache of `LARGE` its elements lie beyond what 32 bits, signed, can count."""
+
+
+def check_large(paged_decode: Decode | None, paged_prefill: Prefill | None) -> None:
+    """Raise unless the kernels find the last page of a cache over 4 GiB, of which all but a few pages is never touched."""
+    generator, tables = torch.Generator().manual_seed(3), torch.tensor([[LAST_PAGE, 3]], dtype=torch.int32)
+    caches = [torch.empty((LAST_PAGE + 1) * 16, 4, 64, dtype=torch.bfloat16) for _ in range(2)]
+    slots = torch.cat([torch.arange(16) + LAST_PAGE * 16, torch.arange(4) + 3 * 16])
+    for cache in caches:
+        cache[slots] = torch.randn(20, 4, 64, generator=generator).to(torch.bfloat16)
+    query = torch.randn(20, 8, 64, generator=generator).to(torch.bfloat16)
+    options = {"window": None, "scaling": LARGE.scaling, "softcap": None, "sinks": None}
+    pool = Pool(PagedCache(caches[0], caches[1], 16), caches[0], caches[1], [], tables)
+    zero, twenty = torch.zeros(1, dtype=torch.int32), torch.full((1,), 20, dtype=torch.int32)
+    out = torch.empty_like(query)
+    if paged_prefill is not None:
+        paged_prefill(query, pool.cache, PrefillChunks(zero, twenty, zero, tables, 20), out, **options)
+        judge(LARGE, out, expected_rows(LARGE, query, pool, [ChunkRows(0, 20, [LAST_PAGE, 3])]))
+    if paged_decode is not None:
+        paged_decode(query[:1], pool.cache, DecodeRows(zero, twenty, tables, 20), out[:1], **options, splits=2)
+        judge(LARGE, out[:1], expected_rows(LARGE, query[:1], pool, [ChunkRows(19, 1, [LAST_PAGE, 3])]))
