@@ -56,6 +56,8 @@ class Model:
     plans: tuple[Plan, ...]
     window_bytes: int = 1 << 20
     has_secret: bool = False
+    skip_tokens: int = 0
+    """How many leading tokens the decode node holds already."""
     named: set[str] = field(default_factory=lambda: {SENDER, RECEIVER})
     """The sides that the router told of the other one. Those that it has not told yet, it tells by `name`."""
     now_s: float = 0.0
@@ -135,8 +137,9 @@ class Model:
         if self.place is not None:
             raise Broken("the model granted a place that is taken")
         self.runs[RECEIVER, plan.name].is_decided = True
-        self.place = (plan.name, {})
-        self.receiver.grant(plan.transfer_id, 0, self.now_s)
+        held = {token: content(plan.name, plan.expected_attempt, token) for token in range(self.skip_tokens)}
+        self.place = (plan.name, held)
+        self.receiver.grant(plan.transfer_id, self.skip_tokens, self.now_s)
 
     def refuse(self, plan: Plan) -> None:
         """The decode node has no room."""
@@ -372,6 +375,8 @@ class Model:
         name = place.transfer_id[0]
         if self.place is None or self.place[0] != name:
             raise Broken(f"bytes of transfer {name} were written into a place of {self.place}")
+        if place.tokens.start < self.skip_tokens:
+            raise Broken(f"transfer {name} was sent what is held already")
         self.place[1][place.tokens.start] = bytes(place.payload)
         self.receiver.placed(place.transfer_id, 0.0)
 

@@ -28,6 +28,14 @@ TWO_FAULTS = Scenario(
     faults=("repeat_later",),
     num_faults=1,
 )
+DELTA = Scenario(
+    "the decode node holds the first token, a fault, an end",
+    skip_tokens=1,
+    faults=EVERY_FAULT,
+    num_faults=1,
+    num_aborts=1,
+)
+DELTA_CLEAN = Scenario("the decode node holds the first token", skip_tokens=1, must_succeed=True)
 STALE = Scenario(
     "the two submits name different attempts",
     plans=(Plan(0, sent_attempt=1, expected_attempt=2),),
@@ -61,6 +69,8 @@ SCENARIOS = [
     RESTARTS,
     TWO_ENDS,
     TWO_FAULTS,
+    DELTA_CLEAN,
+    DELTA,
     STALE,
     WINDOW,
     GREETING_FAULTS,

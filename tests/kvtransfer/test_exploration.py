@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.core.ids import TransferId
 from pdserve.kvtransfer.events import ReceiveClosed
+from pdserve.kvtransfer.framing import FramePlanner
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.memory import Tombstones
 from pdserve.kvtransfer.messages import Beat, Commit, Data, NackReason, Open
@@ -112,6 +113,10 @@ def a_lost_link_keeps_its_transfers(patch: Patch) -> None:
     patch.setattr(ReceiverTable, "_link_lost", only_the_link)
 
 
+def skips_nothing(patch: Patch) -> None:
+    patch.setattr(FramePlanner, "skip", lambda self, num_tokens: None)
+
+
 def packs_after_the_end(patch: Patch) -> None:
     patch.setattr(SendTransfer, "is_over", property(lambda self: False))
     patch.setattr(SendTransfer, "peek", lambda self: self._planner.peek() if self.route else None)
@@ -137,6 +142,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Scenario, str]] = [
     (a_count_is_no_coverage, LOST, "bytes that were not sent|adopted without a place"),
     (no_deadline_after_grant, LOST, "never ends"),
     (a_lost_link_keeps_its_transfers, scenarios.CUTS, "without its connection"),
+    (skips_nothing, scenarios.DELTA_CLEAN, "did not succeed"),
     (packs_after_the_end, scenarios.TWO_ENDS, "taken back|is kept"),
 ]
 
