@@ -27,9 +27,7 @@ WAIT_S = 20.0
 
 def memory_held() -> int:
     """Memfds that this process holds, as descriptors or mapped."""
-    links = [
-        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{fd}").exists()
-    ]  # noqa: PTH115, PTH208
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     return sum("memfd:pdserve-kv" in each for each in links) + Path("/proc/self/maps").read_text().count(
         "memfd:pdserve-kv"
     )
