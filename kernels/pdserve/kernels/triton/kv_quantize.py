@@ -63,18 +63,25 @@ def write_quantized_kv(cache: PagedCache, keys: Tensor, values: Tensor, slots: T
     Slots are distinct, or negative for no write. Raises ValueError if shapes, types, strides or devices disagree.
     """
     check_write(cache.keys, cache.values, keys, values, slots)
-    for name, new, stored, scales in (
-        ("keys", keys, cache.keys, cache.key_scales),
-        ("values", values, cache.values, cache.value_scales),
-    ):
-        check_dtype(name, new, *FLOATS)
-        check_dtype("cache", stored, *ONE_BYTE)
-        if scales is None or scales.dtype != torch.float32 or scales.shape != stored.shape[:2]:
-            raise ValueError(f"a cache of {stored.dtype} needs float32 scales {tuple(stored.shape[:2])}")
-        check_together(new=new, scales=scales)
-        check(scales.is_contiguous(), "scales are not contiguous")
+    pairs = [
+        (keys, cache.keys, _scales_of(cache.keys, cache.key_scales)),
+        (values, cache.values, _scales_of(cache.values, cache.value_scales)),
+    ]
+    for new, _, _ in pairs:
+        check_dtype("new", new, *FLOATS)
+    # Nothing is written before all is checked.
+    for new, stored, scales in pairs:
         if new.shape[0]:
             _write(new, stored, scales, slots)
+
+
+def _scales_of(stored: Tensor, scales: Tensor | None) -> Tensor:
+    check_dtype("cache", stored, *ONE_BYTE)
+    if scales is None or scales.dtype != torch.float32 or scales.shape != stored.shape[:2]:
+        raise ValueError(f"a cache of {stored.dtype} needs float32 scales {tuple(stored.shape[:2])}")
+    check_together(stored=stored, scales=scales)
+    check(scales.is_contiguous(), "scales are not contiguous")
+    return scales
 
 
 def _write(new: Tensor, stored: Tensor, scales: Tensor, slots: Tensor) -> None:
