@@ -1,0 +1,141 @@
+"""Every operation's own launcher and kernel, run natively at the shapes of real models, against its reference.
+
+Speed, races between programs and the numerics of matrix units are not shown here. Tolerances are those of the type's rounding:
+the kernels accumulate in float32, as the references do in float64.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.kv_write import write_kv_reference
+from pdserve.kernels.paged_attention import paged_attention_reference
+from pdserve.kernels.ragged import ChunkRows
+from pdserve.kernels.triton_backend import BACKEND, StaticTritonPlan, TritonPlan, attend
+from pdserve.kernels.wire_pack import pack_layers_reference
+from tests.kernels.native.lowering import reason_not_here
+from tests.kernels.native.on_cpu import triton_on_cpu
+
+REASON = reason_not_here()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+NUM_BLOCKS = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native() -> Iterator[None]:
+    with triton_on_cpu():
+        yield
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a model, and what its attention adds."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+SHAPES = {
+    "smollm2": Shape(9, 3, 64, torch.float32),
+    "smollm2-bf16": Shape(9, 3, 64, torch.bfloat16, block_size=32),
+    "llama-8b": Shape(32, 8, 128, torch.bfloat16),
+    "gemma2": Shape(8, 4, 80, torch.float16, block_size=8, window=37, softcap=30.0),
+    "gpt-oss": Shape(16, 2, 64, torch.bfloat16, window=128, has_sinks=True),
+}
+
+
+def caches_of(shape: Shape, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Random caches whose first block, which no sequence owns, is NaN."""
+    size = (NUM_BLOCKS * shape.block_size, shape.kv_heads, shape.dim)
+    keys, values = (torch.randn(size).to(dtype or shape.dtype) for _ in range(2))
+    for cache in (keys, values):
+        cache[: shape.block_size] = float("nan")
+    return keys, values
+
+
+def chunks_of(shape: Shape, spans: list[tuple[int, int]]) -> list[ChunkRows]:
+    """Chunks of (start, rows), with scattered blocks; the longest sequence last, its table without a spare entry."""
+    free = (torch.randperm(NUM_BLOCKS - 1) + 1).tolist()
+    chunks = []
+    for start, rows in spans:
+        needed = -(-(start + rows) // shape.block_size)
+        chunks.append(ChunkRows(start, rows, [free.pop() for _ in range(needed)]))
+    return chunks
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_of_a_mixed_step(name: str) -> None:
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    chunks = chunks_of(shape, [(0, 1), (36, 1), (0, 5), (17, 23), (211, 1)])
+    keys, values = caches_of(shape)
+    query = torch.randn(sum(chunk.num_rows for chunk in chunks), shape.heads, shape.dim).to(shape.dtype)
+    sinks = torch.randn(shape.heads) if shape.has_sinks else None
+    plan = TritonPlan(chunks, shape.block_size, shape.dtype, CPU)
+    rest = {"window": shape.window, "scaling": shape.dim**-0.5, "softcap": shape.softcap, "sinks": sinks}
+    out = attend(query, keys, values, plan, **rest)
+    expected = paged_attention_reference(query, keys, values, chunks, shape.block_size, **rest)
+    assert (out - expected).abs().max() <= TOLERANCE[shape.dtype]
+
+
+def test_rows_that_fill_a_captured_graph_change_nothing() -> None:
+    shape = SHAPES["smollm2"]
+    torch.manual_seed(1)
+    chunks = chunks_of(shape, [(0, 1), (130, 1)])
+    keys, values = caches_of(shape)
+    plan = StaticTritonPlan(4, 256, shape.block_size, CPU)
+    plan.fill(chunks_of(shape, [(3, 1), (9, 1), (200, 1), (5, 1)]))
+    plan.fill(chunks)
+    query = torch.randn(4, shape.heads, shape.dim)
+    before = keys.clone()
+    new = torch.randn(4, shape.kv_heads, shape.dim)
+    BACKEND.write_kv(keys, values, new, new, plan.write_slots)
+    slots = [chunk.block_ids[chunk.start // 16] * 16 + chunk.start % 16 for chunk in chunks]
+    before[slots] = new[:2]
+    assert torch.equal(keys.nan_to_num(7.0), before.nan_to_num(7.0))
+    rest = {"window": None, "scaling": 0.125, "softcap": None, "sinks": None}
+    out = attend(query, keys, values, plan, **rest)
+    expected = paged_attention_reference(query[:2], keys, values, chunks, shape.block_size, **rest)
+    assert (out[:2] - expected).abs().max() <= TOLERANCE[shape.dtype]
+    assert not out[2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kv_write(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    shape = SHAPES["llama-8b"]
+    keys, values = caches_of(shape, dtype)
+    slots = torch.randperm(keys.shape[0])[:37]
+    # As a model hands them over: heads before rows.
+    new = torch.randn(2, shape.kv_heads, 37, shape.dim).to(dtype).transpose(1, 2)
+    expected = write_kv_reference(keys, values, new[0], new[1], slots)
+    BACKEND.write_kv(keys, values, new[0], new[1], slots)
+    assert torch.equal(keys.nan_to_num(7.0), expected[0].nan_to_num(7.0))
+    assert torch.equal(values.nan_to_num(7.0), expected[1].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wire_form(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    layers = [caches_of(SHAPES["smollm2"], dtype) for _ in range(3)]
+    slots = torch.randperm(layers[0][0].shape[0])[:53]
+    expected = pack_layers_reference(layers, slots)
+    wire = bytearray(len(expected))
+    BACKEND.pack(layers, slots, memoryview(wire))
+    assert bytes(wire) == expected
+    target = [(torch.zeros_like(keys), torch.zeros_like(values)) for keys, values in layers]
+    BACKEND.unpack(target, slots, memoryview(bytes(wire)))
+    assert pack_layers_reference(target, slots) == expected
+    assert sum(int(cache.count_nonzero()) for pair in target for cache in pair) <= 6 * 53 * 3 * 64
