@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is an optional extra: pip install p
 
 from pdserve.kernels.ragged import ChunkRows
 from pdserve.kernels.triton import gumbel_max
-from pdserve.kernels.triton.cache import PagedCache
+from pdserve.kernels.triton.cache import PagedCache, has_float8
 from pdserve.kernels.triton.kv_quantize import write_quantized_kv
 from pdserve.kernels.triton.kv_write import write_kv
 from pdserve.kernels.triton.paged_attention import PagedPlan
@@ -187,3 +187,11 @@ def test_tiles_hold_a_group_and_fit_matrix_units(group: int, dim: int, element_b
         assert tile.rows & (tile.rows - 1) == tile.positions & (tile.positions - 1) == 0
         # Keys and values of every stage, at the smallest shared memory served (AMD's 64 KiB).
         assert 2 * tile.num_stages * tile.positions * dim * element_bytes <= 160 * 1024
+
+
+def test_float8_needs_a_device_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = {"a100": (8, 0), "l40": (8, 9), "h100": (9, 0)}
+    for card, expected in (("a100", False), ("l40", True), ("h100", True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, card=card: capability[card])
+        assert has_float8(torch.device("cuda")) is expected
+    assert has_float8(torch.device("cpu"))

@@ -79,6 +79,10 @@ class Heads:
             if tensor is None or tensor.shape != cache.keys.shape[:2] or tensor.dtype != torch.float32:
                 raise ValueError(f"a cache of {cache.keys.dtype} needs float32 scales {tuple(cache.keys.shape[:2])}")
             check(tensor.is_contiguous(), "scales are not contiguous")
+        check(
+            cache.keys.dtype != torch.float8_e4m3fn or has_float8(query.device),
+            "this device computes no float8 (e4m3): it needs compute capability 8.9; store the cache as int8",
+        )
 
     @property
     def group(self) -> int:
@@ -109,3 +113,8 @@ class Heads:
             "KEY_PAD": self.key_pad,
             "VALUE_PAD": self.value_pad,
         }
+
+
+def has_float8(device: torch.device) -> bool:
+    """Return whether kernels that convert float8 (e4m3) compile for the device."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -204,7 +204,7 @@ def merge_kernel(
     tl.store(out + row * s_out_row + head * s_out_head + dims, mix.to(out.dtype.element_ty), mask=is_dim)
 
 
-def paged_decode(
+def paged_decode(  # long: most lines are the kernel's arguments, one each
     query: Tensor,
     cache: PagedCache,
     batch: DecodeRows,
@@ -269,21 +269,29 @@ def paged_decode(
         num_stages=tile.num_stages,
     )
     if merged:
-        merge_kernel[(num_sequences, heads.num)](
-            partials,
-            log_sums,
-            batch.rows,
-            sinks,
-            out,
-            *out.stride()[:2],
-            heads.num,
-            VALUE_DIM=heads.value_dim,
-            VALUE_PAD=heads.value_pad,
-            HAS_SINKS=sinks is not None,
-            SPLITS=splits,
-            SPLITS_PAD=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
+        _merge(partials, log_sums, batch, sinks, out, heads)
+
+
+def _merge(
+    partials: Tensor, log_sums: Tensor, batch: DecodeRows, sinks: Tensor | None, out: Tensor, heads: Heads
+) -> None:
+    """Join `partials` [batch, heads, splits, value_dim] by `log_sums` [batch, heads, splits] into the rows of `out`."""
+    num_sequences, num_heads, splits = log_sums.shape
+    merge_kernel[(num_sequences, num_heads)](
+        partials,
+        log_sums,
+        batch.rows,
+        sinks,
+        out,
+        *out.stride()[:2],
+        num_heads,
+        VALUE_DIM=heads.value_dim,
+        VALUE_PAD=heads.value_pad,
+        HAS_SINKS=sinks is not None,
+        SPLITS=splits,
+        SPLITS_PAD=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
 
 
 def check_batch(query: Tensor, batch: DecodeRows) -> None:
