@@ -99,3 +99,24 @@ def test_what_is_refused() -> None:
         values[3] = poison
         with pytest.raises(ValueError, match="not finite"):
             quantize_wire(memoryview(bytes(values.numpy())), layout, range(1), 1, "int8", memoryview(small))
+
+
+@pytest.mark.parametrize(("small", "largest"), [("int8", 127.0), ("float8_e4m3", 448.0)])
+def test_the_largest_element_takes_the_largest_number(small: str, largest: float) -> None:
+    _, numbers = quantize(vectors_of(50, 16), WIRE_NUMBERS[small])
+    assert set(numbers.float().abs().amax(dim=1).tolist()) == {largest}
+
+
+def test_the_wire_form_is_scales_then_numbers_of_keys_then_of_values() -> None:
+    """Keys and values of different sizes: both sides could agree on a wrong order, which only the bytes show."""
+    layout, num_tokens = KvLayout((LayerLayout(2, 3, 5), LayerLayout(1, 6, 2)), "float32"), 2
+    plain, expected = b"", b""
+    for layer in layout.layers:
+        for dim in (layer.key_dim, layer.value_dim):
+            vectors = torch.randn(num_tokens * layer.num_kv_heads, dim)
+            plain += bytes(vectors.numpy())
+            made = [quantize_int8_reference(vector) for vector in vectors.tolist()]
+            expected += b"".join(each[:4] for each in made) + b"".join(each[4:] for each in made)
+    small = bytearray(len(expected))
+    quantize_wire(memoryview(plain), layout, range(2), num_tokens, "int8", memoryview(small))
+    assert bytes(small) == expected
