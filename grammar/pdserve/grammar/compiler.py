@@ -47,10 +47,11 @@ class GrammarCompiler:
     ) -> None:
         self._load, self._clock, self._limit_s = load, clock, limit_s
         self._vocabulary: GrammarVocabulary | None = None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # over a lock that its holder may take again
         self._orders: OrderedDict[Grammar, _Order] = OrderedDict()
         self._kept: OrderedDict[Grammar, Outcome] = OrderedDict()
         self._kept_bytes = 0
+        self._began_s = 0.0  # since when the first order is the first, which is being compiled
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self.num_compiled = 0
@@ -62,21 +63,33 @@ class GrammarCompiler:
             if outcome is None and not self._has_thread():
                 outcome = NotCompiled(Cause.BUSY, "no thread could be started to compile it")
             if outcome is None:
+                now_s = self._clock.now_s()
+                if not self._orders:
+                    self._began_s = now_s
                 order = self._orders.setdefault(grammar, _Order())
-                order.waiters.append((done, self._clock.now_s() + self._limit_s))
+                order.waiters.append((done, now_s + self._limit_s))
                 self._changed.notify_all()
         if outcome is not None:
             done(outcome)
 
     def expire(self, now_s: float) -> None:
         """Tell those that waited too long. What they waited for is compiled all the same if that has begun, and kept."""
-        late: list[Done] = []
+        late: list[tuple[Done, NotCompiled]] = []
         with self._changed:
-            for order in self._orders.values():
-                late += [done for done, deadline_s in order.waiters if now_s > deadline_s]
+            for grammar, order in self._orders.items():
+                told = self.overdue(grammar, self._limit_s, now_s)
+                late += [(done, told) for done, deadline_s in order.waiters if now_s > deadline_s]
                 order.waiters = [waiter for waiter in order.waiters if now_s <= waiter[1]]
-        for done in late:
-            _tell(done, NotCompiled(Cause.LATE, f"it was not compiled within {self._limit_s:g} s; simplify it"))
+        for done, outcome in late:
+            _tell(done, outcome)
+
+    def overdue(self, grammar: Grammar, limit_s: float, now_s: float) -> NotCompiled:
+        """Return what to tell one who waited `limit_s` in vain: the grammar is at fault if half of it went into compiling it."""
+        with self._changed:
+            is_slow = grammar == next(iter(self._orders), None) and now_s - self._began_s >= limit_s / 2
+        if is_slow:
+            return NotCompiled(Cause.LATE, f"it was not compiled within {limit_s:g} s; simplify it")
+        return NotCompiled(Cause.BUSY, f"other grammars were compiled before it, for {limit_s:g} s")
 
     def gauges(self) -> dict[str, float]:
         """Return what waits, what is kept, and what was compiled."""
@@ -144,6 +157,7 @@ class GrammarCompiler:
             outcome = self._compile(grammar) if is_wanted else None
             with self._changed:
                 order = self._orders.pop(grammar, _Order())
+                self._began_s = self._clock.now_s()
                 if outcome is not None:
                     self._keep(grammar, outcome)
             for done, _ in order.waiters:

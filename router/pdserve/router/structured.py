@@ -145,7 +145,7 @@ class GrammarDoor:
             async with asyncio.timeout(self._limit_s):
                 return await told
         except TimeoutError:
-            return NotCompiled(Cause.LATE, f"it was not compiled within {self._limit_s:g} s; simplify it")
+            return self._compiler.overdue(grammar, self._limit_s, self._clock.now_s())
         finally:
             self._compiler.expire(self._clock.now_s())
 
