@@ -155,6 +155,18 @@ def test_a_row_without_a_token_fails_the_leg_and_tells_no_token() -> None:
     assert close(target) == [ReportRelease]
 
 
+def test_a_cancelled_sequence_for_which_there_is_no_token_takes_nobody_along() -> None:
+    target = scheduler()
+    target.submit(work(1, sequences=2), 0.0)
+    target.granted(transfer(1), 0.0)
+    made = plan(target)
+    target.cancel_sequences(leg(1), frozenset({1}), "stop", 1.0)
+    told = target.step_done(made, [ChunkResult((Chosen(7, -0.1), RowFailed("no token is allowed")))], 0.1, 1.2)
+    assert kinds(told) == [ReportFirstToken, CommitTransfer]
+    target.cancel(leg(1), LegOutcome.CANCELLED, "", 1.3)
+    assert close(target) == [ReportRelease]
+
+
 @pytest.mark.parametrize("output", [0, 3])
 def test_every_prompt_token_but_the_first_is_scored_once_and_told_before_the_first_token(output: int) -> None:
     target = scheduler(budget=3)

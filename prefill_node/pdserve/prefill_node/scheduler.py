@@ -277,13 +277,14 @@ class PrefillScheduler:
         job, work = chunk.job, chunk.job.work
         tokens: list[SampledToken] = []
         for sequence, choice in zip(chunk.sequences, result.choices, strict=True):
+            if sequence in job.cancelled:
+                continue
             if isinstance(choice, RowFailed):
                 outcome = LegOutcome.REFUSED if choice.is_final else LegOutcome.FAILED
                 return self._end(job, outcome, "no_token", choice.reason, now_s)
-            if sequence not in job.cancelled:
-                reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
-                token = (work.next_index, choice.token_id, choice.logprob, reason, sequence, choice.top)
-                tokens.append(SampledToken(*token))
+            reason = work.finish_reason(choice.token_id, work.next_index, self._eos)
+            token = (work.next_index, choice.token_id, choice.logprob, reason, sequence, choice.top)
+            tokens.append(SampledToken(*token))
         job.first_tokens = tuple(tokens)
         return self._sampled(job, now_s)
 
