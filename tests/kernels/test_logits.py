@@ -177,11 +177,13 @@ class Scripted:
     def __init__(self, allowed: set[int], failure: str | None = None) -> None:
         self.allowed, self.failure = allowed, failure
         self.accepted: list[int] = []
+        self.num_masks = 0
 
     def accept(self, token_id: int) -> None:
         self.accepted.append(token_id)
 
     def fill(self, mask: MaskArray) -> None:
+        self.num_masks += 1
         if self.failure is not None:
             raise ConstraintFailed(self.failure)
         assert not mask.any()
@@ -198,6 +200,19 @@ def test_a_matcher_masks_and_is_told_every_token(allowed: set[int]) -> None:
     assert matcher.accepted == [4, 5, 6]
     scores = processed(torch.zeros(1, VOCAB), state)
     assert {int(index) for index in (~scores[0].isneginf()).nonzero()} == allowed
+
+
+def test_rows_that_read_one_state_get_one_mask_and_fail_together() -> None:
+    """The first tokens of a request's sequences: a mask for each would cost as often as there are sequences."""
+    matcher = Scripted({31, 66})
+    sampling = Sampling(temperature=1.0, grammar=GRAMMAR)
+    state = RowState(sampling, [1], [], matcher=matcher)
+    rows = [SampledRow(sampling, sequence, 0, state=state) for sequence in range(6)]
+    chosen = sample(torch.zeros(6, VOCAB), rows)
+    assert {choice.token_id for choice in chosen if isinstance(choice, Chosen)} == {31, 66}
+    assert matcher.num_masks == 1
+    matcher.failure = "broken"
+    assert sample(torch.zeros(6, VOCAB), rows) == [RowFailed("broken", is_final=True)] * 6
 
 
 def test_a_grammar_and_allowed_ids_both_bind() -> None:

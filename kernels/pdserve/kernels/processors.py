@@ -89,18 +89,27 @@ def _penalize_repetition(flat: Tensor, entries: Entries, members: Sequence[RowSt
 def _mask(scores: Tensor, states: Mapping[int, RowState]) -> dict[int, str]:
     failures = dict[int, str]()
     vocab_size = scores.shape[-1]
-    for row, state in states.items():
+    for state, rows in _rows_of(states).items():
         if not state.has_mask:
             continue
         try:
             words = state.mask(vocab_size)
         except ConstraintFailed as failed:
-            failures[row] = str(failed)
+            failures |= dict.fromkeys(rows, str(failed))
             continue
         bits = np.unpackbits(words.astype("<i4", copy=False).view(np.uint8), count=vocab_size, bitorder="little")
         is_forbidden = torch.from_numpy(bits == 0).to(scores.device)
-        scores[row].masked_fill_(is_forbidden, -torch.inf)
+        for row in rows:
+            scores[row].masked_fill_(is_forbidden, -torch.inf)
     return failures
+
+
+def _rows_of(states: Mapping[int, RowState]) -> dict[RowState, list[int]]:
+    """Return the rows of each state: the first tokens of several sequences read one, whose mask is then made once."""
+    rows: dict[RowState, list[int]] = {}
+    for row, state in states.items():
+        rows.setdefault(state, []).append(row)
+    return rows
 
 
 def _penalize_output(flat: Tensor, entries: Entries, members: Sequence[RowState]) -> None:
