@@ -11,6 +11,7 @@ from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
 from pdserve.core.work import TokenScore
 from pdserve.engine.batch import ChunkResult, SequenceChunk, StepResult
+from pdserve.engine.decode_graphs import DecodeGraphs
 from pdserve.engine.forward import Forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.loading import LoadedModel, load_model
@@ -102,7 +103,10 @@ class Engine:
         )
         self.capabilities = Capabilities(compute_dtype=dtype, kv_dtype=dtype, wire_dtypes=(dtype,))
         self._pool = KvPool(self.layout, num_blocks, block_size, where, backend)
-        self._forward = Forward(model.module, self._pool, backend, where)
+        graphs = None
+        if where.type == "cuda" and backend.static_plan is not None:
+            graphs = DecodeGraphs(model.module, self._pool, backend, where, self.max_model_len)
+        self._forward = Forward(model.module, self._pool, backend, where, graphs)
         self._is_stepping = False
         mebibytes = self._pool.num_bytes / 2**20
         log.info("%s: %d blocks of %d tokens, %.0f MiB of KV", model.architecture, num_blocks, block_size, mebibytes)

@@ -8,6 +8,7 @@ from torch import Tensor
 from pdserve.core.errors import InternalError
 from pdserve.engine.attention import PagedFrame, entered
 from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.decode_graphs import DecodeGraphs
 from pdserve.engine.kv_pool import TORCH_DTYPES, KvPool
 from pdserve.kernels.backends import Backend
 from pdserve.kernels.ragged import ChunkRows
@@ -16,11 +17,19 @@ from pdserve.kernels.ragged import ChunkRows
 class Forward:
     """The model on a pool. `num_forwards` counts passes: one per step, whatever the step holds."""
 
-    def __init__(self, module: torch.nn.Module, pool: KvPool, backend: Backend, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        pool: KvPool,
+        backend: Backend,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._module = module
         self._pool = pool
         self._backend = backend
         self._device = device
+        self._graphs = graphs
         self._dtype = TORCH_DTYPES[pool.layout.dtype]
         self.num_forwards = 0
 
@@ -37,6 +46,9 @@ class Forward:
 
         `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
         """
+        if self._graphs is not None and on_layer is None and self._graphs.serves(chunks, kept_rows):
+            self.num_forwards += 1
+            return self._graphs.logits(chunks)
         rows = [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
         plan = self._backend.plan(rows, self._pool.block_size, self._dtype, self._device)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]

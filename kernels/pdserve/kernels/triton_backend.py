@@ -15,6 +15,7 @@ from pdserve.kernels.triton import kv_write, wire_pack
 from pdserve.kernels.triton.cache import PagedCache
 from pdserve.kernels.triton.paged_attention import PagedPlan, paged_attention
 from pdserve.kernels.triton.paged_decode import DecodeRows
+from pdserve.kernels.triton_modules import fuse_modules
 
 
 class TritonPlan:
@@ -106,5 +107,6 @@ BACKEND = Backend(
     plan=TritonPlan,
     pack=wire_pack.pack_layers,
     unpack=wire_pack.unpack_layers,
+    fuse=fuse_modules,
     static_plan=StaticTritonPlan,
 )
