@@ -1,6 +1,7 @@
 """`PdserveError` to gRPC status with `google.rpc` details, and back."""
 
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf import any_pb2
@@ -52,7 +53,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
 
 def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     """Return the typed error that a failed call carries; calls without our details become the class of their code."""
-    status = rpc_status.aio_from_call(error) if hasattr(rpc_status, "aio_from_call") else _status_in(error)
+    status = _status_in(error)
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -73,7 +74,9 @@ def error_from_rpc(error: grpc.RpcError) -> PdserveError:
 
 
 def _status_in(error: grpc.RpcError) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
+    # The stubs know metadata as objects with two attributes; they are pairs.
+    pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    for key, value in pairs:
         if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
             raw = value if isinstance(value, bytes) else value.encode("latin-1")
             return status_pb2.Status.FromString(raw)
