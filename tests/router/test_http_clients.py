@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pytest_asyncio
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse, Overloaded
 from pdserve.core.settings import RouterSettings, load_settings
+from pdserve.router.http import app
+from pdserve.router.http.body import parsed_object
+from pdserve.router.http.errors import JsonObject
 from pdserve.router.server import Router
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, submits
@@ -249,6 +253,25 @@ async def test_bodies_that_are_no_request(http: Http, sent: dict[str, Any], stat
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert response.json()["error"]["code"] in (code, "unsupported_media_type")
     assert response.headers["x-request-id"]
+
+
+async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, client = http
+    seen: list[str] = []
+
+    def parsed(body: bytes) -> JsonObject:
+        seen.append(threading.current_thread().name)
+        return parsed_object(body)
+
+    monkeypatch.setattr(app, "parsed_object", parsed)
+    monkeypatch.setattr(app, "MAX_INLINE_BYTES", 1000)
+    for text in ("abc", "abc" * 1000):
+        response = await client.post("/tokenize", json={"prompt": text})
+        assert response.json()["count"] == len(text)
+        assert (await client.post(COMPLETIONS, json={"prompt": text, "n": "x"})).json()["error"]["param"] == "n"
+    on_loop, off_loop = seen[:2], seen[2:]
+    assert set(on_loop) == {threading.main_thread().name}
+    assert all(name.startswith("tokenizer") for name in off_loop)
 
 
 async def test_paths_and_methods_that_are_not_served(http: Http) -> None:

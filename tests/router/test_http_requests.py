@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import InvalidRequest, NotServed, PdserveError
+from pdserve.core.setting_faults import MAX_GUESSED_CHARS, did_you_mean
 from pdserve.router.http.body import parsed_object
 from pdserve.router.http.chat_request import ChatFields, parse_chat
 from pdserve.router.http.completion_request import DEFAULT_MAX_TOKENS, MAX_PROMPTS, CompletionFields, parse_completion
 from pdserve.router.http.errors import STATUSES, HttpFault, answer_of, param_of
-from pdserve.router.http.fields import HARMLESS, NEUTRAL, PARAMS
+from pdserve.router.http.fields import HARMLESS, MAX_PATH_CHARS, NEUTRAL, PARAMS
 from pdserve.router.pb import call_from_pb
 from pdserve.router.request import (
     ChatInput,
@@ -287,6 +288,33 @@ def test_bad_chats_are_refused_by_name(fields: dict[str, Any], field: str) -> No
     with pytest.raises((InvalidRequest, NotServed)) as refusal:
         parse_chat(chat(**fields), "l")
     assert refusal.value.field == field
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "long name": ({"q" * 100_000: 1}, "q" * MAX_PATH_CHARS),
+    "long name inside": ({"structured_outputs": {"q" * 100_000: 1}}, "structured_outputs." + "q" * 181),
+    "long id": ({"logit_bias": {"q" * 100_000: 1}}, "logit_bias"),
+    "many unknown": ({f"k{number}": 1 for number in range(5000)}, "k0"),
+    "many texts": ({"stop": [1] * 5000}, "stop[0]"),
+    "many ids": ({"stop_token_ids": ["a"] * 5000}, "stop_token_ids[0]"),
+    "many biases": ({"logit_bias": {str(number): "a" for number in range(5000)}}, ""),
+    "many inside": ({"stream_options": {f"k{number}": 1 for number in range(5000)}}, ""),
+}
+
+
+@pytest.mark.parametrize(("fields", "field"), HOSTILE.values(), ids=HOSTILE)
+def test_bodies_made_to_cost_time_are_refused_in_few_words(fields: dict[str, Any], field: str) -> None:
+    """A name of two megabytes held the event loop for minutes, while names like it were looked for."""
+    with pytest.raises((InvalidRequest, NotServed)) as refusal:
+        parse_completion(completion(**fields), "l")
+    assert refusal.value.field == field
+    assert len(str(refusal.value)) < 500
+
+
+def test_no_long_name_is_guessed_at() -> None:
+    known = "q" * MAX_GUESSED_CHARS
+    assert known in did_you_mean(known[1:], [known])
+    assert did_you_mean(known + "q", [known]) == ""
 
 
 VALUES: dict[str, Any] = {

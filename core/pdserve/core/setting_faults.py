@@ -16,6 +16,8 @@ OTHER_VARIABLES = frozenset(
     for name in ("CACHE", "CONFIG", "TEST", "COMMIT", "DEBUG", "PARENT_PID", "SERVER", "UP_PREFILL", "UP_DECODE")
 )
 """Variables of the environment that are no settings of a process."""
+MAX_GUESSED_CHARS = 64
+"""Longer names are no slips of the pen, and difflib's time grows with the square of their length."""
 SECRET_WORDS = ("secret", "api_key")
 """In the names of settings whose values are never shown."""
 SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP|SCTP)\w*)?$")
@@ -43,7 +45,9 @@ def variable_of(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" with the name that is most like `name`, or nothing."""
+    """Return "; did you mean …?" with the name that is most like `name`, or nothing; the search is bounded."""
+    if len(name) > MAX_GUESSED_CHARS:
+        return ""
     nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 

@@ -182,7 +182,7 @@ class Answering:
         """Raise UnknownModel for a model that is not served here; "" stands for the only one."""
         served = self.model.name
         if name not in ("", served):
-            raise UnknownModel(f"model {name!r} is not served here", hint=f"served: {served}", field="model")
+            raise UnknownModel(f"model {name[:64]!r} is not served here", hint=f"served: {served}", field="model")
 
     def gauges(self) -> dict[str, float]:
         """Return what the fronts hold, and whether they take new work."""

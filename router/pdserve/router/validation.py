@@ -45,7 +45,7 @@ def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
     _check_served(call)
     _check_label(call.request_id)
     if call.model not in ("", model.name):
-        raise UnknownModel(f"model {call.model!r} is not served here", hint=f"served: {model.name}", field="model")
+        raise UnknownModel(f"model {call.model[:64]!r} is not served here", hint=f"served: {model.name}", field="model")
     given = _checked_input(call.input, model)
     sampling = checked_sampling(call, model.vocab_size, model.encode_word)
     grammar = checked_tool_grammar(call, given, model.tool_format)

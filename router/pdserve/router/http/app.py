@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from pdserve.core.build import product_version
 from pdserve.core.errors import InternalError, PdserveError
 from pdserve.router.answering import Answering
 from pdserve.router.http.answer import AnswerResponse, Head, error_response
-from pdserve.router.http.body import read_object
+from pdserve.router.http.body import parsed_object, read_body
 from pdserve.router.http.chat_request import CHAT_PARAMS, parse_chat
 from pdserve.router.http.chat_shape import ChatShape
 from pdserve.router.http.completion_request import parse_completion
@@ -32,10 +33,13 @@ from pdserve.router.http.text_requests import TEXT_PARAMS, parse_detokenize, par
 from pdserve.router.http.token_texts import TokenTexts
 from pdserve.router.text_calls import TextCalls
 
+MAX_INLINE_BYTES = 64 * 1024
+"""Bodies up to this size are parsed on the event loop (some milliseconds at worst); larger ones on a thread."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPOSED_HEADERS = ("x-request-id", "server-timing", "retry-after", "retry-after-ms")
 """Headers that pages of another origin may read."""
 
+T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Parser = Callable[[JsonObject, str], Asked]
 MakeShape = Callable[[TokenFormat], Shape]
@@ -97,12 +101,12 @@ class HttpFront:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or of a conversation."""
-        call, with_names = parse_tokenize(await read_object(request, self._max_body_bytes))
+        call, with_names = await self._parsed(request, parse_tokenize)
         return JSONResponse(tokenized_json(await self._texts.tokenize(call), with_names=with_names))
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        call = parse_detokenize(await read_object(request, self._max_body_bytes))
+        call = await self._parsed(request, parse_detokenize)
         return JSONResponse({"prompt": await self._texts.detokenize(call)})
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
@@ -121,17 +125,25 @@ class HttpFront:
         return Response(self._answering.meters.render(), headers={"content-type": METRICS_TYPE})
 
     async def _generate(self, request: Request, parser: Parser, make: MakeShape) -> ASGIApp:
-        body = await read_object(request, self._max_body_bytes)
+        body = await read_body(request, self._max_body_bytes)
         received_s = self._answering.clock.now_s()
         label = request.scope[LABEL]
         try:
-            asked = parser(body, label)
+            asked = await self._from_json(body, lambda fields: parser(fields, label))
         except PdserveError as error:
             self._answering.refused(label, error)
             raise
         shape = make(TokenFormat(self._token_texts, asked.wishes))
         head = Head(shape.id_prefix + asked.label, int(time.time()), self._answering.model.name)
         return AnswerResponse(self._answering, asked, shape, head, received_s)
+
+    async def _parsed(self, request: Request, parser: Callable[[JsonObject], T]) -> T:
+        return await self._from_json(await read_body(request, self._max_body_bytes), parser)
+
+    async def _from_json(self, body: bytes, parser: Callable[[JsonObject], T]) -> T:
+        if len(body) <= MAX_INLINE_BYTES:
+            return parser(parsed_object(body))
+        return await self._answering.on_thread(lambda: parser(parsed_object(body)))
 
     def _endpoint(self, serve: Endpoint, names: Mapping[str, str]) -> Endpoint:
         """Return the endpoint with its errors answered."""

@@ -13,12 +13,12 @@ BODY_WAIT_S = 30.0
 """Time for a body to arrive whole."""
 
 
-async def read_object(request: Request, max_bytes: int) -> JsonObject:
-    """Return the JSON object that the body holds. Raises HttpFault."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the whole body, which says that it is JSON. Raises HttpFault."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HttpFault(415, "unsupported_media_type", f"the body is {kind}; send application/json")
-    return parsed_object(await _read(request, max_bytes))
+    return await _read(request, max_bytes)
 
 
 def parsed_object(raw: bytes) -> JsonObject:

@@ -42,7 +42,7 @@ def text_of(content: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text":
-            raise ValueError(f"a part of type {kind!r} is not served; text parts are")
+            raise ValueError(f"a part of type {str(kind)[:64]!r} is not served; text parts are")
         if not isinstance(text, str):
             raise ValueError("a text part without text")  # noqa: TRY004 - pydantic expects it
         texts.append(text)

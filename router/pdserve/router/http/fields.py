@@ -27,6 +27,9 @@ from pdserve.router.request import (
 
 MAX_UINT32, MAX_UINT64, MAX_INT32 = 2**32 - 1, 2**64 - 1, 2**31 - 1
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+MAX_FAULTS = 1000
+"""Faults of which the first is named; pydantic puts all of them into words, which takes seconds for a million."""
+MAX_PATH_CHARS = 200
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's and vLLM's; the gRPC contract's own default is 0, greedy."""
 HARMLESS = frozenset(
@@ -85,6 +88,9 @@ PARAMS: Mapping[str, str] = {
 
 M = TypeVar("M", bound=BaseModel)
 Uint32 = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+Uint32s = Annotated[list[Uint32], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+"""The first fault of a list is enough; a million of them would take seconds to tell."""
 
 
 def one_or_many(value: object) -> object:
@@ -117,7 +123,7 @@ class StructuredOutputs(Strict):
     json_: JsonObject | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
 
 
@@ -152,13 +158,13 @@ class SamplingFields(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] = Field({})
-    allowed_token_ids: list[Uint32] = Field([])
-    banned_token_ids: list[Uint32] = Field([])
-    bad_words: list[str] = Field([])
+    allowed_token_ids: Uint32s = Field([])
+    banned_token_ids: Uint32s = Field([])
+    bad_words: Texts = Field([])
     max_tokens: Uint32 | None = None
     min_tokens: Uint32 | None = None
-    stop: Annotated[list[str], BeforeValidator(one_or_many)] = Field([])
-    stop_token_ids: list[Uint32] = Field([])
+    stop: Annotated[Texts, BeforeValidator(one_or_many)] = Field([])
+    stop_token_ids: Uint32s = Field([])
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_INT32 - 1, le=MAX_INT32)] | None = None
@@ -170,7 +176,7 @@ class SamplingFields(Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -262,18 +268,29 @@ def parse(kind: type[M], body: JsonObject) -> M:
             if value not in NEUTRAL[name]:
                 raise NotServed(f"{name} is not served", hint="leave it unset", field=name)
             continue
+        if name not in kind.model_fields:
+            raise _unknown(kind, name)
         given[name] = value
     try:
         return kind.model_validate(given)
     except ValidationError as error:
+        if error.error_count() > MAX_FAULTS:
+            raise InvalidRequest(
+                f"{error.error_count()} values are of the wrong kind", hint="see docs/http.md"
+            ) from None
         detail = error.errors()[0]
         is_unknown = detail["type"] == "extra_forbidden"
-        path = _path(detail["loc"], any_name=is_unknown)
+        path = _path(detail["loc"], any_name=is_unknown)[:MAX_PATH_CHARS]
         if is_unknown:
-            known = did_you_mean(path, [*kind.model_fields, *NEUTRAL])
-            raise NotServed(f"{path} is not a known field{known}", hint="leave it out", field=path) from None
+            raise _unknown(kind, path) from None
         words = str(detail["msg"]).removeprefix("Value error, ")
         raise InvalidRequest(f"{path}: {words[:1].lower()}{words[1:]}", hint="see docs/http.md", field=path) from None
+
+
+def _unknown(kind: type[BaseModel], path: str) -> NotServed:
+    known = did_you_mean(path, [*kind.model_fields, *NEUTRAL])
+    path = path[:MAX_PATH_CHARS]
+    return NotServed(f"{path} is not a known field{known}", hint="leave it out", field=path)
 
 
 def scored(call: GenerateCall, wishes: Wishes) -> GenerateCall:
@@ -327,7 +344,7 @@ def _schema(given: JsonObject | str | None) -> JsonSchemaOutput | None:
 def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for name in given:
         if not TOKEN_ID.fullmatch(name) or int(name) > MAX_UINT32:
-            raise InvalidRequest(f"{name!r} is no token id", hint="keys are token ids", field="logit_bias")
+            raise InvalidRequest(f"{name[:64]!r} is no token id", hint="keys are token ids", field="logit_bias")
     return tuple(sorted((int(name), bias) for name, bias in given.items()))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pdserve.router.http.chat_request import CHAT_PARAMS, TemplateFields
 from pdserve.router.http.errors import JsonObject
-from pdserve.router.http.fields import Strict, Uint32, parse
+from pdserve.router.http.fields import Strict, Uint32s, parse
 from pdserve.router.request import TextInput
 from pdserve.router.text_calls import DetokenizeCall, TokenizeCall, Tokenized
 
@@ -31,7 +31,7 @@ class TokenizeChatFields(TemplateFields):
 class DetokenizeFields(Strict):
     """Tokens to make a text of."""
 
-    tokens: list[Uint32]
+    tokens: Uint32s
     model: str = ""
 
 
