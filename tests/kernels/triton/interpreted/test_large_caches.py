@@ -3,9 +3,7 @@
 The memory is asked for and never touched, but for the pages in use.
 """
 
-import pytest
 import torch
-from torch import Tensor
 
 from pdserve.kernels.triton.cache import PagedCache
 from pdserve.kernels.triton.kv_quantize import write_quantized_kv
@@ -19,17 +17,15 @@ HEADS, DIM, BLOCK = 4, 64, 16
 NUM_SLOTS = (LAST_PAGE + 1) * BLOCK
 
 
-@pytest.fixture
-def caches() -> tuple[Tensor, Tensor]:
-    """Return an untouched pair: NaN is impossible to fill in, zeros cost no memory."""
-    return tuple(torch.empty(NUM_SLOTS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))  # type: ignore[return-value]  # a pair
-
-
 def test_attention() -> None:
     check_large(paged_decode, paged_prefill)
 
 
-def test_write(caches: tuple[Tensor, Tensor]) -> None:
+def test_write() -> None:
+    caches = (
+        torch.empty(NUM_SLOTS, HEADS, DIM, dtype=torch.bfloat16),
+        torch.empty(NUM_SLOTS, HEADS, DIM, dtype=torch.bfloat16),
+    )
     assert caches[0].nbytes > 2**32
     slots, new = torch.tensor([NUM_SLOTS - 1, 0, NUM_SLOTS - 17]), torch.randn(2, 3, HEADS, DIM).to(torch.bfloat16)
     write_kv(*caches, new[0], new[1], slots)
@@ -37,18 +33,22 @@ def test_write(caches: tuple[Tensor, Tensor]) -> None:
         assert torch.equal(cache[slots], written)
 
 
-def test_packing(caches: tuple[Tensor, Tensor]) -> None:
-    slots = torch.tensor([NUM_SLOTS - 1, 5, NUM_SLOTS - 9])
-    for cache in caches:
-        cache[slots] = torch.randn(3, HEADS, DIM).to(torch.bfloat16)
-    wire = torch.empty(2 * 3 * HEADS * DIM * 2, dtype=torch.uint8)
+def test_packing() -> None:
+    """Rows of odd length, so that they move byte by byte, and bytes are what is counted."""
+    num_slots = 2**31 // 255 + 9
+    caches = (torch.empty(num_slots, 5, 51, dtype=torch.int8), torch.empty(num_slots, 5, 51, dtype=torch.int8))
+    slots = torch.tensor([num_slots - 1, 5, num_slots - 3])
+    kept = torch.randint(-128, 128, (2, 3, 5, 51), dtype=torch.int8)
+    for cache, rows in zip(caches, kept, strict=True):
+        cache[slots] = rows
+    wire = torch.empty(kept.numel(), dtype=torch.uint8)
     gather_layers([caches], slots, wire)
-    kept = [cache[slots].clone() for cache in caches]
+    assert torch.equal(wire.view(torch.int8), kept.flatten())
     for cache in caches:
         cache[slots] = 0
     scatter_layers([caches], slots, wire)
-    for cache, before in zip(caches, kept, strict=True):
-        assert torch.equal(cache[slots], before)
+    for cache, rows in zip(caches, kept, strict=True):
+        assert torch.equal(cache[slots], rows)
 
 
 def test_quantized_write() -> None:
