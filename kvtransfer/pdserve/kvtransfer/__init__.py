@@ -12,9 +12,9 @@ A node uses one class, and hears events on that class's I/O thread. After `Corri
 
 Inside, from the wire up: `wire`, `messages`, `codec` (frames); `channel`, `inprocess`, `zeromq`, `curve` (transports);
 `shared_memory`, `shared_channel` (payloads inside one host); `holding`, `shaping`, `faults` (decorators of any transport, for
-experiments); `framing`, `coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and `receiver`,
-`receiver_link`, `receiver_table` (machines without sockets or clocks, each with its transition table); `fair_lock`, `herald`,
-`io_loop`, `send_service`, `receive_service` (the shells).
+experiments); `framing`, `coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and
+`receiver`, `receiver_link`, `receiver_table` (machines without sockets or clocks, each with its transition table); `fair_lock`,
+`herald`, `io_loop`, `send_service`, `receive_service` (the shells).
 
 Places kept for later: `Data.heads` and `Welcome.endpoints` (head ranges), `Channel` (other transports).
 """
