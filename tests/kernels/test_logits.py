@@ -172,8 +172,6 @@ def test_ends_are_forbidden_before_min_tokens_only() -> None:
 class Scripted:
     """A matcher that allows what it is told, and remembers what it accepted."""
 
-    is_over = False
-
     def __init__(self, allowed: set[int], failure: str | None = None) -> None:
         self.allowed, self.failure = allowed, failure
         self.accepted: list[int] = []

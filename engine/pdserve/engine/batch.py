@@ -21,7 +21,7 @@ class SequenceChunk:
     token_ids: tuple[int, ...]
     start: int
     block_ids: Sequence[int]
-    samples: "tuple[SampledRow, ...]" = ()
+    samples: tuple[SampledRow, ...] = ()
     scored_ids: tuple[int, ...] = ()
     num_top: int = 0
 

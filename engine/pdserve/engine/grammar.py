@@ -16,11 +16,6 @@ class GrammarMatcher:
         self._num_words = -(-compiled.vocabulary.size // 32)
         self._fault = ""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the answer is complete and nothing but an end token may follow."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
     def accept(self, token_id: int) -> None:
         """Move on by a token. One that the grammar forbids is told at the next `fill`."""
         if self._fault:

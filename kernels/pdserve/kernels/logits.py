@@ -28,11 +28,6 @@ class ConstraintFailed(Exception):
 class Matcher(Protocol):
     """Where one sequence stands in a language, e.g. a grammar."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing but an end-of-sequence token may follow."""
-        ...
-
     def accept(self, token_id: int) -> None:
         """Move on by a token of the sequence. Never raises: a matcher that breaks says so at its next `fill`."""
         ...
