@@ -9,7 +9,7 @@ PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node d
 MODEL := smollm2-135m-instruct
 BASE_URL := http://127.0.0.1:8000/v1
 
-.PHONY: help setup model check test proto goldens demo bench bench-transfer outside clean
+.PHONY: help setup model check test proto goldens demo gpu bench bench-transfer outside clean
 
 help: ## show the targets
 > @grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -48,6 +48,9 @@ goldens: setup model ## rewrite tests/goldens from plain transformers
 
 demo: setup ## a streamed answer through router, prefill and decode processes
 > $(BIN)/pdserve demo
+
+gpu: setup ## what needs a GPU to be known, ten minutes at most on one card; "not run" where there is none
+> $(BIN)/python -m tests.gpu
 
 bench: setup model ## the record: decode rate, TTFT, ITL, cancel and idle figures
 > $(BIN)/python -m tests.bench

@@ -41,7 +41,7 @@ def eagerly(run: Run) -> Run:
 
 def as_cuda_graph(run: Run) -> Run:
     """Capture a CUDA graph. Not run on a GPU yet."""
-    warm_up = torch.cuda.Stream()
+    warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):  # kernels are compiled and workspaces allocated outside the capture
         run()

@@ -3,7 +3,7 @@
 Launchers are called on tensors of the device `meta`, which have shapes and no memory; what they would launch is compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,7 @@ class Case:
 
     call: Callable[[], object]
     kernel: str
-    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By target: counts that are above 0."""
     without: tuple[str, ...] = ()
     """Targets for which it does not compile, which the product never asks of them."""
