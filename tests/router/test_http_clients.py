@@ -1,6 +1,7 @@
 """What the HTTP front does to clients that leave, do not read, have no key, come from elsewhere, or send what nobody serves."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -15,7 +16,7 @@ import pytest_asyncio
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse, Overloaded
 from pdserve.core.settings import RouterSettings, load_settings
-from pdserve.router.http import app
+from pdserve.router.http import app, connection, listener
 from pdserve.router.http.body import parsed_object
 from pdserve.router.http.errors import JsonObject
 from pdserve.router.server import Router
@@ -253,6 +254,56 @@ async def test_bodies_that_are_no_request(http: Http, sent: dict[str, Any], stat
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert response.json()["error"]["code"] in (code, "unsupported_media_type")
     assert response.headers["x-request-id"]
+
+
+async def test_a_head_that_does_not_come_whole_ends_its_connection_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that sends a byte now and then was kept for ever."""
+    monkeypatch.setattr(connection, "HEAD_WAIT_S", 0.05)
+    async with http_stage(tmp_path) as (stage, client):
+        asking = asyncio.create_task(client.post(COMPLETIONS, json=body_of(COMPLETIONS)))
+        submit, _ = await submits(stage)
+        assert stage.router.http is not None
+        whole = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+        for first, begun in ((b"", b""), (b"", whole[:9]), (whole, whole[:9])):
+            reader, writer = await asyncio.open_connection("127.0.0.1", stage.router.http.port)
+            writer.write(first)
+            if first:
+                await asyncio.wait_for(reader.readuntil(b"}"), DEADLINE_S)
+            writer.write(begun)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+            writer.close()
+        stage.prefill[0].first_token(submit, IDS[0])
+        await adopted(stage, submit)
+        stage.prefill[0].released(submit)
+        stage.decode[0].step(tokens=[tokens_of(submit, 0, IDS[1:4])])
+        stage.decode[0].released(submit)
+        assert (await asking).status_code == 200, "it had waited longer than they"
+
+
+async def test_connections_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+    async with http_stage(tmp_path) as (stage, _):
+        assert stage.router.http is not None
+        port = stage.router.http.port
+        ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        last, _ = ends[-1]
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(last.read(), DEADLINE_S) == b""
+        reader, writer = ends[0]
+        writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), DEADLINE_S)).startswith(b"HTTP/1.1 503")
+        for _, writer in ends:
+            writer.close()
+
+
+async def test_the_kernel_ends_connections_that_take_nothing(http: Http) -> None:
+    stage, _ = http
+    assert stage.router.http is not None
+    with socket.socket(fileno=socket.dup(stage.router.http._socket.fileno())) as same:
+        assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == listener.UNREAD_MS
 
 
 async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:

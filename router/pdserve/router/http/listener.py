@@ -1,6 +1,7 @@
 """The HTTP port: uvicorn on the router's own event loop, bound before the router says that it listens."""
 
 import contextlib
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -8,11 +9,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pdserve.core.errors import AddressInUse
+from pdserve.router.http.connection import BoundedConnection
 from pdserve.rpc.ports import check_port
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 8192
-"""Open connections, idle ones included; uvicorn answers 503 beyond it."""
+"""Open connections, idle ones included, if the process may have three times as many descriptors; 503 beyond it."""
+MAX_DESCRIPTORS = 65_536
+UNREAD_MS = 60_000
+"""Time for which a client may leave sent bytes untaken, a complete answer too: the kernel ends its connection then."""
 IDLE_S = 75
 """Time that an idle connection is kept."""
 
@@ -36,6 +41,8 @@ class HttpListener:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
             self._socket.bind(address)
             self._socket.listen(BACKLOG)
         except OSError as error:
@@ -49,7 +56,7 @@ class HttpListener:
             uvicorn.Config(
                 app,
                 loop="none",
-                http="h11",
+                http=BoundedConnection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -57,7 +64,7 @@ class HttpListener:
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=MAX_CONNECTIONS,
+                limit_concurrency=connection_limit(),
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
             )
@@ -78,3 +85,16 @@ class HttpListener:
     def close(self) -> None:
         """Give the port back, if `serve` never ran."""
         self._socket.close()
+
+
+def connection_limit() -> int:
+    """Return how many connections to serve: a third of the descriptors that the process may have, which it asks for first.
+
+    The rest is for gRPC, for the nodes, and for connections that are told 503.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 3)
