@@ -56,7 +56,12 @@ def run_decode(given: Mapping[str, Any], config: Path | None) -> None:
 
 
 def start_logs(settings: ProcessSettings) -> None:
-    """Set the logs up, and begin them with variables of the environment that are probably misspelt."""
+    """Set the logs up, and begin them with variables of the environment that are probably misspelt.
+
+    gRPC's own core would write beside them, in a form of its own, that a peer it lost said goodbye; its errors are let through.
+    It reads the variable once, when it is first used.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     set_up_logs(settings.table, settings.log_format, settings.log_level)
     for warning in environment_warnings().values():
         logger.warning("%s", warning)
