@@ -1,6 +1,7 @@
 """`make bench-transfer`: KV transfer beside raw TCP and memcpy, in one run. Ratios are what to quote; they are the gates.
 
-Prints one JSON record, and the gates with their outcome; ends with status 1 if a gate failed. `--quick` measures less often.
+Prints one JSON record, and the gates with their outcome; ends with status 1 if a gate failed. `--quick` measures less often;
+`--rates`, `--hidden` and `--model` choose parts.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ SMOLLM2 = KvLayout((LayerLayout(3, 64, 64),) * 30, "float32")
 """45 KiB for each token."""
 SIZES = {"1 MiB": 8, "4 MiB": 32, "16 MiB": 128, "64 MiB": 512}
 """Tokens of the 8B layout."""
+PARTS = {"--rates", "--hidden", "--model"}
 KEYS = listener_keys(b"of this benchmark")
 LENGTHS = (256, 1024, 4096)
 
@@ -161,14 +163,17 @@ async def _asked(cluster: Cluster, num_tokens: int, number: int) -> tuple[float,
 def main() -> None:
     """Measure, print the record, and judge it."""
     is_quick = "--quick" in sys.argv
-    record: dict[str, object] = {"machine": describe_machine(), "sharing": _sharing()}
-    record["rates"], gates = rates(5 if is_quick else 40)
+    asked = PARTS & set(sys.argv) or PARTS
     repeats = 2 if is_quick else 5
-    for name, (make_channel, _) in list(CHANNELS.items())[:2]:
+    record: dict[str, object] = {"machine": describe_machine(), "sharing": _sharing()}
+    gates: list[Gate] = []
+    if "--rates" in asked:
+        record["rates"], gates = rates(10 if is_quick else 40)
+    for name, (make_channel, _) in list(CHANNELS.items())[:2] if "--hidden" in asked else []:
         for model, layout in (("SmolLM2", SMOLLM2), ("8B", LLAMA_8B)):
             say(f"hidden share, {model}, {name} …")
             record[f"hidden, {model} layout, {name}"] = hidden(layout, repeats, make_channel)
-    if "--no-model" not in sys.argv:
+    if "--model" in asked:
         say("SmolLM2 on a cluster …")
         with tempfile.TemporaryDirectory() as folder:
             record["SmolLM2, real prefill"] = asyncio.run(model_exposed(Path(folder), repeats))
