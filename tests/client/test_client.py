@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.client import Answer, AsyncClient, Chat, Delta, Options, Turn
+from pdserve.client import Answer, AsyncClient, Chat, Delta, JsonSchema, NamedTool, Options, Turn
 from pdserve.client.checks import check_address
 from pdserve.client.request import Prompt
 from pdserve.core.errors import InternalError, InvalidRequest, Overloaded, Unreachable
@@ -73,6 +73,21 @@ async def test_unset_options_stay_unset_and_given_ones_travel() -> None:
         ("\udcff", Options(), "the prompt is not valid UTF-8"),
         (Chat((Turn("user", "\ud800"),)), Options(), "the prompt is not valid UTF-8"),
         ("text", Options(stop=("\udcff",)), "the stop text is not valid UTF-8"),
+        (Chat((Turn("user", "a", name="\ud800"),)), Options(), "chat.messages[0] is not valid UTF-8"),
+        (
+            Chat((Turn("user", "a"), Turn("assistant", "a", reasoning="\ud800"))),
+            Options(),
+            "chat.messages[1] is not valid",
+        ),
+        (Chat((Turn("user", "a"),), tools=({}, {"a": "\ud800"})), Options(), "chat.tools[1] is not valid UTF-8"),
+        (Chat((Turn("user", "a"),), tools=({"a": {1}},)), Options(), "chat.tools[0]: an object that is no JSON"),
+        (Chat((Turn("user", "a"),), tool_choice=NamedTool("\ud800")), Options(), "chat.tool_choice is not valid UTF-8"),
+        (
+            Chat((Turn("user", "a"),), template_arguments="\ud800"),
+            Options(),
+            "chat.template_arguments is not valid UTF-8",
+        ),
+        ("text", Options(structured_output=JsonSchema({"a": "\ud800"})), "structured_output is not valid UTF-8"),
     ],
 )
 @pytest.mark.asyncio
@@ -82,6 +97,13 @@ async def test_what_cannot_be_sent_is_refused_by_name(prompt: Prompt, options: O
             await client.complete(prompt, options)
         assert refused.value.field
         assert router.requests == []
+
+
+@pytest.mark.asyncio
+async def test_tokenize_refuses_what_cannot_be_sent() -> None:
+    async with stub_router() as (_, address), AsyncClient(address) as client:
+        with pytest.raises(InvalidRequest, match="text is not valid UTF-8"):
+            await client.tokenize("\ud800")
 
 
 @pytest.mark.parametrize(

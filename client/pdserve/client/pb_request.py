@@ -1,7 +1,8 @@
 """Requests to protobuf messages. A value that its field cannot hold raises InvalidRequest with the option's name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from pdserve.client.language import Grammar, JsonObject, JsonSchema, Language, OneOf, Regex
 from pdserve.client.request import Chat, NamedTool, Options, Prompt, ToolChoice, Turn
@@ -38,10 +39,8 @@ def request_to_pb(prompt: Prompt, options: Options, *, stream: bool) -> pb.Gener
     elif isinstance(prompt, Chat):
         request.chat.CopyFrom(chat_to_pb(prompt))
     else:
-        try:
+        with fits("token_ids"):
             request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
-        except (ValueError, TypeError) as error:
-            raise unfit("token_ids", error) from None
     for message, names, lists in (
         (request, REQUEST_FIELDS, ()),
         (request.sampling, SAMPLING_FIELDS, SAMPLING_LISTS),
@@ -52,45 +51,49 @@ def request_to_pb(prompt: Prompt, options: Options, *, stream: bool) -> pb.Gener
         for name in lists:
             _extend(message, name, getattr(options, name))
     if options.logit_bias:
-        try:
+        with fits("logit_bias"):
             request.sampling.logit_bias.update(options.logit_bias)
-        except (ValueError, TypeError) as error:
-            raise unfit("logit_bias", error) from None
     if options.structured_output is not None:
-        request.structured_output.CopyFrom(_language_to_pb(options.structured_output))
+        with fits("structured_output"):
+            request.structured_output.CopyFrom(_language_to_pb(options.structured_output))
     return request
 
 
 def chat_to_pb(chat: Chat) -> pb.ChatInput:
     """Return the message of a conversation."""
-    message = pb.ChatInput(
-        messages=[_turn_to_pb(turn) for turn in chat.turns],
-        tools=[_json_text(tool) for tool in chat.tools],
-        template_arguments=_json_text(chat.template_arguments),
-    )
+    message = pb.ChatInput()
+    for index, turn in enumerate(chat.turns):
+        with fits(f"chat.messages[{index}]"):
+            message.messages.append(_turn_to_pb(turn))
+    for index, tool in enumerate(chat.tools):
+        with fits(f"chat.tools[{index}]"):
+            message.tools.append(_json_text(tool))
+    with fits("chat.template_arguments"):
+        message.template_arguments = _json_text(chat.template_arguments)
     for name in ("add_generation_prompt", "continue_final_message", "parse_output"):
         _set(message, name, getattr(chat, name))
     if chat.tool_choice is not None:
-        message.tool_choice.CopyFrom(_tool_choice_to_pb(chat.tool_choice))
+        with fits("chat.tool_choice"):
+            message.tool_choice.CopyFrom(_tool_choice_to_pb(chat.tool_choice))
     return message
 
 
 def tokenize_to_pb(prompt: str | Chat, model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Return the message that asks for an input's tokens."""
-    request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    with fits("model"):
+        request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(prompt, Chat):
         request.chat.CopyFrom(chat_to_pb(prompt))
     else:
-        request.text = prompt
+        with fits("text"):
+            request.text = prompt
     return request
 
 
 def detokenize_to_pb(token_ids: tuple[int, ...], model: str, show_special_tokens: bool | None) -> pb.DetokenizeRequest:
     """Return the message that asks for the text of tokens."""
-    try:
+    with fits("token_ids"):
         return pb.DetokenizeRequest(model=model, token_ids=token_ids, show_special_tokens=show_special_tokens)
-    except (ValueError, TypeError) as error:
-        raise unfit("token_ids", error) from None
 
 
 def _turn_to_pb(turn: Turn) -> pb.ChatMessage:
@@ -127,31 +130,36 @@ def _language_to_pb(language: Language) -> pb.StructuredOutput:
             return pb.StructuredOutput(grammar=grammar)
 
 
-def unfit(name: str, error: Exception) -> InvalidRequest:
-    """Return the error of a value that its field cannot hold."""
-    return InvalidRequest(f"{name}: {error}", field=name)
+@contextmanager
+def fits(name: str) -> Iterator[None]:
+    """Raise InvalidRequest with the field's name for a value that the field cannot hold."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{name} is not valid UTF-8", hint="half a surrogate pair is no text", field=name
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{name}: {error}", hint="see pdserve.client.Options", field=name) from None
 
 
 def _json_text(value: str | Mapping[str, object]) -> str:
+    """Return JSON text. Raises ValueError for what is none."""
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"an object that is no JSON: {error}") from None
+        raise ValueError(f"an object that is no JSON: {error}") from None
 
 
 def _set(message: Settable, name: str, value: float | str | None) -> None:
     if value is not None:
-        try:
+        with fits(name):
             setattr(message, name, value)
-        except (ValueError, TypeError) as error:
-            raise unfit(name, error) from None
 
 
 def _extend(message: Settable, name: str, values: tuple[int, ...] | tuple[str, ...]) -> None:
     if values:
-        try:
+        with fits(name):
             getattr(message, name).extend(values)
-        except (ValueError, TypeError) as error:
-            raise unfit(name, error) from None
