@@ -8,7 +8,13 @@ from pdserve.kernels.kv_write import write_kv_reference
 from pdserve.kernels.paged_attention import paged_attention_reference
 from pdserve.kernels.triton_backend import BACKEND, TritonPlan, attend
 from pdserve.kernels.wire_pack import pack_layers_reference
-from tests.kernels.native.test_ops import SHAPES, TOLERANCE, caches_of, chunks_of
+from tests.kernels.native.test_ops import SHAPES as NATIVE_SHAPES
+from tests.kernels.native.test_ops import TOLERANCE, Shape, caches_of, chunks_of
+
+SHAPES = NATIVE_SHAPES | {
+    "llama-8b": Shape(32, 8, 128, torch.bfloat16),
+    "gemma2": Shape(8, 4, 256, torch.bfloat16, window=128, softcap=50.0),
+}
 
 SPANS = [(0, 1), (36, 1), (0, 5), (17, 23), (511, 1), (100, 300)]
 ROUNDING = 2.0

@@ -21,11 +21,11 @@ def seconds(call: Callable[[], object], device: torch.device, repeats: int = REP
     for _ in range(repeats):
         sweep.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        begin.record()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        begin.record()
         call()
-        end.record()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        end.record()
         torch.cuda.synchronize(device)
-        times.append(begin.elapsed_time(end) / 1000)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        times.append(begin.elapsed_time(end) / 1000)
     return float(sorted(times)[len(times) // 2])
 
 

@@ -58,11 +58,11 @@ def large_engine(device: torch.device, scale: int = 1) -> Engine:
 def measure_steps(device: torch.device, best: Yardstick, scale: int = 1) -> list[str]:
     """Return a line per kind of step; `scale` divides all sizes."""
     engine = large_engine(device, scale)
-    module = engine._forward._module
+    module: Any = engine._forward._module
     weights = sum(p.numel() for name, p in module.named_parameters() if "embed_tokens" not in name)
     return [
         *_decode(engine, best, weights, BATCH, CONTEXT // scale),
-        _prefill(engine, best, weights, PROMPT // scale),
+        _prefill(engine, best, weights, PROMPT // scale, module.config.num_attention_heads),
         _graphs_agree(engine),
     ]
 
@@ -91,12 +91,11 @@ def _decode(engine: Engine, best: Yardstick, weights: int, batch: int, context: 
     return lines
 
 
-def _prefill(engine: Engine, best: Yardstick, weights: int, length: int) -> str:
+def _prefill(engine: Engine, best: Yardstick, weights: int, length: int, heads: int) -> str:
     blocks = range(-(-length // BLOCK))
     chunk = SequenceChunk(tuple(n % engine.vocab_size for n in range(length)), 0, blocks, GREEDY_ROW)
     took = _step_seconds(lambda: engine.logits([chunk]), engine.device)
     shape = engine.layout.layers[0]
-    heads = engine._forward._module.config.num_attention_heads
     # Products with the weights, and of attention the causal half of both.
     attention = 2 * heads * (shape.key_dim + shape.value_dim) * length * length / 2 * len(engine.layout.layers)
     share = (2 * weights * length + attention) / best.product_rate / took

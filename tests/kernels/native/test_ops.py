@@ -47,13 +47,12 @@ class Shape:
     has_sinks: bool = False
 
 
-# Heads of 128 in fp32 only: in bfloat16 LLVM needs many minutes for their straight-line code.
+# None has heads of more than 64: LLVM then needs many minutes for the straight-line code. Those are the interpreter's to check.
 SHAPES = {
     "smollm2": Shape(9, 3, 64, torch.float32),
     "smollm2-bf16": Shape(9, 3, 64, torch.bfloat16, block_size=32),
-    "llama-8b": Shape(32, 8, 128, torch.float32),
-    "gemma2": Shape(8, 4, 80, torch.float16, block_size=8, window=37, softcap=30.0),
-    "gpt-oss": Shape(16, 2, 64, torch.bfloat16, window=128, has_sinks=True),
+    "odd heads, window, cap": Shape(8, 4, 40, torch.float16, block_size=8, window=37, softcap=30.0),
+    "gpt-oss": Shape(16, 4, 64, torch.bfloat16, window=128, has_sinks=True),
 }
 
 
@@ -119,7 +118,7 @@ def test_rows_that_fill_a_captured_graph_change_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kv_write(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    shape = SHAPES["llama-8b"]
+    shape = Shape(32, 8, 128, dtype)
     keys, values = caches_of(shape, dtype)
     slots = torch.randperm(keys.shape[0])[:37]
     # As a model hands them over: heads before rows.
