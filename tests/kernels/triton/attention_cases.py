@@ -24,7 +24,7 @@ from tests.kernels.triton.pairwise import all_pairs
 UNUSED = 2**30
 UNTOUCHED = 77.0
 """Stands in output rows that belong to no sequence."""
-TOLERANCES = {torch.float32: (3e-6, 1e-5), torch.float16: (1e-3, 2e-3), torch.bfloat16: (8e-3, 1.6e-2)}
+TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float16: (5e-4, 1e-3), torch.bfloat16: (6e-3, 8e-3)}
 """Absolute and relative; of 16 bits the weights' rounding before the second product is most."""
 LENGTHS = (33, 0, 1, 21, 70)
 SPANS = ((9, 6), (0, 0), (0, 13), (40, 1), (21, 30))
