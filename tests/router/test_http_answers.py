@@ -4,13 +4,21 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.types import Message
 
+from pdserve.core.errors import NoNodes
+from pdserve.router.answering import Answering
 from pdserve.router.http import answer
+from pdserve.router.http.answer import AnswerResponse, Head
+from pdserve.router.http.chat_shape import ChatShape
+from pdserve.router.http.fields import Asked, Wishes
+from pdserve.router.http.shape import TokenFormat
+from pdserve.router.http.token_texts import TokenTexts
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, submits
 from tests.router.http_calls import (
@@ -26,8 +34,8 @@ from tests.router.http_calls import (
     text_of,
     tokens_of,
 )
-from tests.router.models import byte_level_tokenizer
-from tests.router.scripted_node import Stage, leg
+from tests.router.models import byte_level_tokenizer, vocabulary_of
+from tests.router.scripted_node import DEADLINE_S, Stage, leg
 
 pytestmark = pytest.mark.asyncio
 PATHS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -336,3 +344,25 @@ async def test_a_stop_text_is_not_shown(http: Http) -> None:
 
     response = await post(client, COMPLETIONS, body_of(COMPLETIONS, stop=["cd"]), play_end())
     assert response.json()["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before", "in mid-stream"])
+async def test_a_client_that_takes_no_error_either_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    """The second wait for it raised out of the application, with a traceback in the log."""
+    monkeypatch.setattr(answer, "CLIENT_STALL_S", 0.0)
+    asked = Asked((), Wishes(), stream=True, label="l")
+    shape = ChatShape(TokenFormat(TokenTexts(vocabulary_of(byte_level_tokenizer())), asked.wishes))
+    response = AnswerResponse(cast("Answering", None), asked, shape, Head("id", 0, "m"), 0.0)
+    response._has_begun = has_begun
+
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        return {}
+
+    async def send(message: Message) -> None:
+        await never()
+
+    scope = {"type": "http", "method": "POST", "headers": []}
+    await asyncio.wait_for(response._fail(NoNodes("none"), scope, never, send), DEADLINE_S)

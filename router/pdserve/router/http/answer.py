@@ -4,6 +4,7 @@ A client that leaves is noticed while anything is waited for; its sessions end a
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
@@ -84,6 +85,7 @@ class AnswerResponse:
             response = await self._answering.on_thread(lambda: self._body(whole))
         else:
             response = self._body(whole)
+        self._has_begun = True
         await _patient(response(scope, receive, send))
 
     def _body(self, whole: Sequence[tuple[Reply, Parcel]]) -> JSONResponse:
@@ -138,11 +140,12 @@ class AnswerResponse:
 
     async def _fail(self, error: PdserveError, scope: Scope, receive: Receive, send: Send) -> None:
         """Say what went wrong: with its status, or, in a stream that has begun, as its last event, without `[DONE]`."""
-        answer = answer_of(error, self._asked.names)
-        if not self._has_begun:
-            await error_response(error, self._asked.names)(scope, receive, send)
-        elif not isinstance(error, SlowReader):
-            await _patient(send({"type": "http.response.body", "body": event(answer.body), "more_body": False}))
+        with contextlib.suppress(SlowReader):  # whoever reads nothing hears of no error either
+            if not self._has_begun:
+                await _patient(error_response(error, self._asked.names)(scope, receive, send))
+            elif not isinstance(error, SlowReader):
+                body = event(answer_of(error, self._asked.names).body)
+                await _patient(send({"type": "http.response.body", "body": body, "more_body": False}))
 
 
 class EventStream:
