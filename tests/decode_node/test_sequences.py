@@ -90,6 +90,17 @@ def test_full_blocks_are_shared_and_the_partial_one_is_copied_once_per_further_s
     assert plan(target).copies == ()
 
 
+def test_a_leg_that_ended_keeps_no_room_to_grow() -> None:
+    """Its blocks come back with the corridor's last word; what it might have taken besides is free at once."""
+    target = scheduler(16, growth=4)
+    target.submit(work(1, prompt=4, sequences=3), 0.0)
+    target.opened(transfer(1), 0.0)
+    target.submit(work(2, prompt=4), 0.1)
+    assert target.opened(transfer(2), 0.1) == [], "3 x 4 blocks are kept for the first, which has 4 of 16"
+    target.cancel(leg(1), LegOutcome.CANCELLED, "client", 0.2)
+    assert kinds(target.grant_waiting(0.3)) == [GrantTransfer]
+
+
 def test_a_context_of_full_blocks_needs_no_copy() -> None:
     target = scheduler()
     adopt(target, 1, prompt=8, sequences=3)

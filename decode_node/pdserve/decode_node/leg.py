@@ -97,7 +97,7 @@ class DecodeLeg:
     @property
     def num_growing(self) -> int:
         """Sequences that will take more blocks: those that run, or that are expected to."""
-        if self.stage is LegStage.ADOPTED:
+        if self.stage in (LegStage.ADOPTED, LegStage.CLOSING):
             return len(self.live_sequences)
         return self.work.num_sequences - len(self.cancelled)
 
