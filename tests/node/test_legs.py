@@ -6,7 +6,8 @@ from pdserve.core.clock import ManualClock
 from pdserve.core.errors import InternalError
 from pdserve.core.ids import Incarnation
 from pdserve.core.work import LegOutcome
-from pdserve.node.legs import MAX_TOMBSTONES, TOMBSTONE_S, Legs
+from pdserve.node import legs as legs_module
+from pdserve.node.legs import TOMBSTONE_S, Legs
 from tests.node.works import ROUTER, leg
 
 
@@ -55,13 +56,14 @@ def test_cancel_of_an_unknown_leg_is_answered(legs: Legs) -> None:
     assert events(legs) == ["released"]
 
 
-def test_tombstones_are_bounded_in_number_and_time() -> None:
+def test_tombstones_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legs_module, "MAX_TOMBSTONES", 20)
     clock = ManualClock()
     legs = Legs(clock, lambda _router: None)
-    for number in range(MAX_TOMBSTONES + 10):
+    for number in range(30):
         legs.open(leg(number))
         legs.refuse(leg(number), LegOutcome.BUSY, "queue_full")
-    assert len(legs._over) == MAX_TOMBSTONES
+    assert len(legs._over) == 20
     clock.advance(TOMBSTONE_S + 1)
     legs.open(leg(-1 % 2**32))
     legs.refuse(leg(-1 % 2**32), LegOutcome.BUSY, "queue_full")
