@@ -23,7 +23,7 @@ def triton_on_cpu() -> Iterator[None]:
     def decode_tile(group: int, padded_dim: int, element_bytes: int) -> Tile:
         return Tile(max(DECODE_ROWS, group), POSITIONS, 1, 1)
 
-    def prefill_tile(max_rows: int, group: int, padded_dim: int, element_bytes: int) -> Tile:
+    def prefill_tile(max_rows: int, group: int, padded_dim: int, element_bytes: int, stored_bytes: int) -> Tile:
         return Tile(max(PREFILL_ROWS, group), POSITIONS, 1, 1)
 
     backend = replace(triton_backend.BACKEND, devices=frozenset({"cpu"}))

@@ -180,7 +180,7 @@ def test_splits_follow_the_context_as_well_as_the_batch() -> None:
 def test_tiles_hold_a_group_and_fit_matrix_units(group: int, dim: int, element_bytes: int) -> None:
     for tile in (
         decode_tile(group, dim, element_bytes),
-        *(prefill_tile(n, group, dim, element_bytes) for n in (1, 9, 4096)),
+        *(prefill_tile(n, group, dim, max(2, element_bytes), element_bytes) for n in (1, 9, 4096)),
     ):
         assert tile.rows >= max(16, group)
         assert tile.positions >= 32

@@ -177,7 +177,8 @@ def paged_prefill(
     num_chunks = chunks.num_rows.shape[0]
     if num_chunks == 0 or chunks.max_rows == 0:
         return
-    tile = tile or prefill_tile(chunks.max_rows, heads.group, heads.pad, query.element_size())
+    sizes = (query.element_size(), cache.keys.element_size())
+    tile = tile or prefill_tile(chunks.max_rows, heads.group, heads.pad, *sizes)
     check(tile.rows >= heads.group, f"a tile of {tile.rows} rows does not hold {heads.group} heads")
     parts = triton.cdiv(chunks.max_rows, tile.rows // heads.group)
     prefill_kernel[(parts, heads.num_kv, num_chunks)](

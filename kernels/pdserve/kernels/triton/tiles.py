@@ -35,14 +35,18 @@ def decode_tile(group: int, padded_dim: int, element_bytes: int) -> Tile:
     return Tile(rows, MIN_POSITIONS if is_wide else 64, 4, 2 if is_wide else 3)
 
 
-def prefill_tile(max_rows: int, group: int, padded_dim: int, element_bytes: int) -> Tile:
-    """Return the tile for chunks of at most `max_rows` tokens; `group`, `padded_dim` and `element_bytes` as for decode."""
-    largest = 64 if padded_dim > 128 or element_bytes > 2 else 128
+def prefill_tile(max_rows: int, group: int, padded_dim: int, element_bytes: int, stored_bytes: int) -> Tile:
+    """Return the tile for chunks of at most `max_rows` tokens, elements of the query and of the cache of those sizes.
+
+    `group` and `padded_dim` are as for decode. What needs many registers a row takes fewer rows, and more warps for them: the
+    ahead-of-time check saw the larger tiles spill.
+    """
+    is_heavy = padded_dim > 128 or element_bytes > 2 or stored_bytes == 1
+    largest = 64 if is_heavy else 128
     # At least one token with all its heads.
     smallest = max(MIN_ROWS, triton.next_power_of_2(group))
     rows = max(smallest, min(largest, triton.next_power_of_2(max_rows * group)))
-    positions = MIN_POSITIONS if padded_dim > 128 or element_bytes > 2 else 64
-    return Tile(rows, positions, 8 if rows >= 128 else 4, 2)
+    return Tile(rows, MIN_POSITIONS if is_heavy else 64, 8 if rows >= largest else 4, 2)
 
 
 def num_splits(batch: int, kv_heads: int, max_length: int, num_sms: int) -> int:
