@@ -256,6 +256,9 @@ def test_a_door_is_not_flooded() -> None:
             visits[-1].connect(door_name(40_002))
             door.look()
         assert (door.num_visitors, door.num_refused) == (shared_memory.MAX_VISITORS, 8)
+        with closing(OwnedArena(1, 4096)) as arena:
+            arena.pass_to(40_002)
+            door.take(arena.token).close()
         for visit in visits:
             visit.close()
         door.look()

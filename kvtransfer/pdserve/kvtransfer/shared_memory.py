@@ -21,7 +21,7 @@ HEAD_BYTES = mmap.PAGESIZE
 """In front of the slots: the nonce."""
 MAX_ARENA_BYTES = 64 << 20
 MAX_VISITORS = 64
-"""Memory that was passed here and that no connection has claimed, or whose owner is gone; more is turned away."""
+"""Memory that was passed here and that no connection has claimed; beyond it the oldest is given up."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -186,10 +186,14 @@ class ArenaDoor:
             while True:
                 visit, _ = self._listener.accept()
                 visit.setblocking(False)
-                if len(self._visitors) >= MAX_VISITORS or user_of(visit) != os.geteuid():
+                if user_of(visit) != os.geteuid():
                     self.num_refused += 1
                     visit.close()
                     continue
+                if len(self._visitors) >= MAX_VISITORS:
+                    # Memory is claimed at once or never: who came first waits in vain.
+                    self.num_refused += 1
+                    self._dismiss(next(iter(self._visitors.values())))
                 self._visitors[visit.fileno()] = _Visitor(visit)
                 self._epoll.register(visit, select.EPOLLIN)
 
