@@ -119,7 +119,10 @@ def test_rms_norm(
     weight = numbers(width, dtype=weights, seed=1)
     residual = numbers(3, width, dtype=dtype, is_packed=is_packed, seed=2) if has_residual else None
     expected, hidden = rms_norm_reference(x, weight, 1e-2, residual=residual, unit_offset=unit_offset)
-    close(rms_norm(x, weight, 1e-2, residual=residual, unit_offset=unit_offset), expected)
+    ours = rms_norm(x, weight, 1e-2, residual=residual, unit_offset=unit_offset)
+    close(ours, expected)
+    if dtype != torch.float32:  # that it rounds where transformers does shows in how many agree to the bit
+        assert (ours != expected).float().mean() <= 0.02
     if residual is not None:
         assert torch.equal(residual, hidden)
 
