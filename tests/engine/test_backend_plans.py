@@ -1,0 +1,89 @@
+"""What a step asks of its backend: its plan, its attention, its wire form; and how decode steps are put into buckets."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.engine.batch import SequenceChunk
+from pdserve.engine.decode_graphs import ROW_BUCKETS, DecodeGraphs, eagerly
+from pdserve.engine.kv_pool import KvPool
+from pdserve.kernels.backends import BACKENDS, Backend
+from tests.engine.small import GREEDY_ROW, model_of, small_engine
+
+TORCH = BACKENDS["torch-sdpa"]
+CPU = torch.device("cpu")
+
+
+def test_the_pool_packs_and_unpacks_with_its_backend() -> None:
+    calls: list[str] = []
+    backend = replace(TORCH, pack=lambda *_: calls.append("pack"), unpack=lambda *_: calls.append("unpack"))
+    layout = KvLayout((LayerLayout(2, 16, 16, None),), "float32")
+    pool = KvPool(layout, num_blocks=2, block_size=4, device=CPU, backend=backend)
+    pool.pack(range(1), pool.slots([0], range(4)), memoryview(bytearray(1)))
+    pool.unpack(range(1), pool.slots([0], range(4)), memoryview(b"x"))
+    assert calls == ["pack", "unpack"]
+
+
+def graphs_over(backend: Backend, max_length: int) -> tuple[DecodeGraphs, list[tuple[int, int]]]:
+    made: list[tuple[int, int]] = []
+
+    def static(num_rows: int, max_length: int, block_size: int, device: torch.device) -> "Static":
+        made.append((num_rows, max_length))
+        return Static(num_rows)
+
+    engine = small_engine("llama")
+    own = replace(backend, static_plan=static, attend=lambda query, *_, **__: query, write_kv=lambda *_: None)
+    return DecodeGraphs(model_of("llama").module, engine._pool, own, CPU, max_length, eagerly), made
+
+
+class Static:
+    """A plan that only counts."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.write_slots = torch.zeros(num_rows, dtype=torch.int64)
+        self.filled: list[int] = []
+
+    def fill(self, chunks: object) -> None:
+        assert isinstance(chunks, list)
+        self.filled.append(len(chunks))
+
+
+def step(num_rows: int, position: int) -> list[SequenceChunk]:
+    return [SequenceChunk((5 + row,), position, [0], GREEDY_ROW) for row in range(num_rows)]
+
+
+def test_steps_share_a_bucket_that_holds_them() -> None:
+    graphs, made = graphs_over(TORCH, 20_000)
+    for num_rows, position in ((1, 0), (3, 10), (4, 1023), (4, 1024), (3, 4095), (4, 4096), (4, 19_999)):
+        answer: Tensor = graphs.logits(step(num_rows, position))
+        assert answer.shape[0] == num_rows
+    assert made == [(1, 1024), (4, 1024), (4, 4096), (4, 16384), (4, 20_000)]
+    assert graphs.num_buckets == len(made)
+
+
+def test_an_answer_survives_the_next_replay() -> None:
+    graphs, _ = graphs_over(TORCH, 64)
+    first = graphs.logits(step(2, 3))
+    kept = first.clone()
+    graphs.logits([SequenceChunk((90 + row,), 4, [0], GREEDY_ROW) for row in range(2)])
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "kept"),
+    [
+        ([SequenceChunk((1, 2), 0, [0], GREEDY_ROW)], [(1,)]),
+        ([SequenceChunk((1,), 0, [0])], [()]),
+        (step(ROW_BUCKETS[-1] + 1, 0), [(0,)] * (ROW_BUCKETS[-1] + 1)),
+    ],
+    ids=["a prompt's chunk", "nothing kept", "too many"],
+)
+def test_other_steps_are_not_captured(chunks: list[SequenceChunk], kept: list[tuple[int, ...]]) -> None:
+    graphs, _ = graphs_over(TORCH, 64)
+    assert not graphs.serves(chunks, kept)
+    assert graphs.serves(step(2, 0), [(0,), (0,)])
