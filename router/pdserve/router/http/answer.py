@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
-from pdserve.router.answering import CLIENT_STALL_S, Answering, Reply
+from pdserve.router.answering import CLIENT_STALL_S, MAX_INLINE_ENTRIES, Answering, Reply
 from pdserve.router.http.errors import HttpFault, JsonObject, answer_of
 from pdserve.router.http.extension import extension, server_timing
 from pdserve.router.http.fields import Asked, Wishes
@@ -29,8 +29,6 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-MAX_INLINE_ENTRIES = 10_000
-"""Answers that name more tokens are put into words on a thread: JSON of tens of milliseconds and more."""
 DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ class AnswerResponse:
         async with AsyncExitStack() as stack:
             replies = await self._open(stack)
             whole = [(reply, await reply.take()) for reply in replies]
-        if num_entries(whole) > MAX_INLINE_ENTRIES:
+        if sum(parcel.num_entries for _, parcel in whole) > MAX_INLINE_ENTRIES:
             response = await self._answering.on_thread(lambda: self._body(whole))
         else:
             response = self._body(whole)
@@ -237,12 +235,6 @@ async def until_gone(receive: Receive, work: Coroutine[object, object, None]) ->
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         watching.cancel()
-
-
-def num_entries(whole: Sequence[tuple[Reply, Parcel]]) -> int:
-    """Return how many tokens, and likely ones beside them, an answer names."""
-    every = [token for _, parcel in whole for gain in parcel.gains for token in gain.shown.tokens]
-    return sum(1 + len(token.top) for token in every) + sum(1 + len(one.top) for _, its in whole for one in its.prompt)
 
 
 def error_response(error: PdserveError | HttpFault, names: Mapping[str, str]) -> JSONResponse:

@@ -24,7 +24,7 @@ class ChatShape:
 
     def opening(self, index: int, prompt: PromptView) -> JsonObject | None:
         """Return the role, and what was asked of the prompt."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None) | self._of_prompt(prompt)
+        return self._chunk(index, {"role": "assistant", "content": ""}, None) | self._tokens.of_prompt(prompt)
 
     def gained(self, index: int, shown: Shown) -> JsonObject:
         """Return new content, reasoning, calls and tokens."""
@@ -36,7 +36,7 @@ class ChatShape:
         if shown.tool_calls:
             self._callers.add(index)
             delta["tool_calls"] = [_call_delta(gain) for gain in shown.tool_calls]
-        return self._chunk(index, delta, self._scores(shown.tokens)) | self._ids(shown)
+        return self._chunk(index, delta, self._scores(shown.tokens)) | self._tokens.ids_of(shown)
 
     def ended(self, index: int, finish: Finish, request: ValidRequest) -> JsonObject:
         """Return the end."""
@@ -52,7 +52,12 @@ class ChatShape:
             message["content"] = shown.text or None
             message["tool_calls"] = _calls(shown.tool_calls)
         choice: JsonObject = {"index": index, "message": message, "logprobs": self._scores(shown.tokens)}
-        return choice | self._end(index, finish, prompt.request) | self._of_prompt(prompt) | self._ids(shown)
+        return (
+            choice
+            | self._end(index, finish, prompt.request)
+            | self._tokens.of_prompt(prompt)
+            | self._tokens.ids_of(shown)
+        )
 
     def _chunk(self, index: int, delta: JsonObject, scores: JsonObject | None) -> JsonObject:
         return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": None}
@@ -62,17 +67,6 @@ class ChatShape:
         if reason == "stop" and index in self._callers:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop}
-
-    def _of_prompt(self, prompt: PromptView) -> JsonObject:
-        found: JsonObject = {}
-        if self._wishes.num_prompt_top is not None:
-            found["prompt_logprobs"] = self._tokens.prompt_logprobs(prompt.scores)
-        if self._wishes.token_ids:
-            found["prompt_token_ids"] = list(prompt.ids)
-        return found
-
-    def _ids(self, shown: Shown) -> JsonObject:
-        return {"token_ids": [token.token_id for token in shown.tokens]} if self._wishes.token_ids else {}
 
     def _scores(self, tokens: Sequence[SampledToken]) -> JsonObject | None:
         num_top = self._wishes.num_top

@@ -26,11 +26,11 @@ class CompletionShape:
         if not (self._wishes.echo or prompt.scores or self._wishes.token_ids):
             return None
         choice = self._choice(index, self._echo(prompt), self._scores(index, self._echoed(prompt)))
-        return choice | self._of_prompt(prompt) | ({"token_ids": []} if self._wishes.token_ids else {})
+        return choice | self._tokens.of_prompt(prompt) | ({"token_ids": []} if self._wishes.token_ids else {})
 
     def gained(self, index: int, shown: Shown) -> JsonObject:
         """Return new text and tokens."""
-        return self._choice(index, shown.text, self._scores(index, shown.tokens)) | self._ids(shown)
+        return self._choice(index, shown.text, self._scores(index, shown.tokens)) | self._tokens.ids_of(shown)
 
     def ended(self, index: int, finish: Finish, request: ValidRequest) -> JsonObject:
         """Return the end."""
@@ -42,7 +42,12 @@ class CompletionShape:
         scores = self._scores(index, [*self._echoed(prompt), *shown.tokens])
         reason, stop = finish_of(finish, prompt.request)
         choice = self._choice(index, self._echo(prompt) + shown.text, scores)
-        return choice | {"finish_reason": reason, "stop_reason": stop} | self._of_prompt(prompt) | self._ids(shown)
+        return (
+            choice
+            | {"finish_reason": reason, "stop_reason": stop}
+            | self._tokens.of_prompt(prompt)
+            | self._tokens.ids_of(shown)
+        )
 
     def _choice(self, index: int, text: str, scores: JsonObject | None) -> JsonObject:
         return {"index": index, "text": text, "logprobs": scores, "finish_reason": None, "stop_reason": None}
@@ -52,17 +57,6 @@ class CompletionShape:
 
     def _echoed(self, prompt: PromptView) -> Sequence[PromptToken]:
         return prompt.scores if self._wishes.echo else ()
-
-    def _of_prompt(self, prompt: PromptView) -> JsonObject:
-        found: JsonObject = {}
-        if self._wishes.num_prompt_top is not None:
-            found["prompt_logprobs"] = self._tokens.prompt_logprobs(prompt.scores)
-        if self._wishes.token_ids:
-            found["prompt_token_ids"] = list(prompt.ids)
-        return found
-
-    def _ids(self, shown: Shown) -> JsonObject:
-        return {"token_ids": [token.token_id for token in shown.tokens]} if self._wishes.token_ids else {}
 
     def _scores(self, index: int, tokens: Sequence[SampledToken | PromptToken]) -> JsonObject | None:
         num_top = self._wishes.num_top

@@ -50,7 +50,7 @@ class Shape(Protocol):
 
 
 class TokenFormat:
-    """How tokens are named: by their text, or as `token_id:ID`."""
+    """What both forms say of tokens: ids, likely ones, and names, which are their text or `token_id:ID`."""
 
     def __init__(self, texts: TokenTexts, wishes: Wishes) -> None:
         self.texts, self.wishes = texts, wishes
@@ -65,6 +65,19 @@ class TokenFormat:
         if token.logprob is None or any(token_id == token.token_id for token_id, _ in found):
             return found
         return (*found, (token.token_id, token.logprob))
+
+    def of_prompt(self, prompt: PromptView) -> JsonObject:
+        """Return a choice's members that tell of the prompt, as far as they were asked for."""
+        found: JsonObject = {}
+        if self.wishes.num_prompt_top is not None:
+            found["prompt_logprobs"] = self.prompt_logprobs(prompt.scores)
+        if self.wishes.token_ids:
+            found["prompt_token_ids"] = list(prompt.ids)
+        return found
+
+    def ids_of(self, shown: Shown) -> JsonObject:
+        """Return a choice's member with the ids of its tokens, if they were asked for."""
+        return {"token_ids": [token.token_id for token in shown.tokens]} if self.wishes.token_ids else {}
 
     def prompt_logprobs(self, scores: Sequence[PromptToken]) -> list[JsonObject | None]:
         """Return vLLM's `prompt_logprobs`: per token its likeliest ids, and itself; nothing for the first."""
