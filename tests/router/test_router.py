@@ -1,12 +1,14 @@
 """The router's process between scripted nodes: real gRPC on both sides, everything else the test's words."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.core.build import Role
@@ -18,6 +20,8 @@ from pdserve.core.errors import (
     NoNodes,
     SlowReader,
 )
+from pdserve.router import front, pb
+from pdserve.router.mailbox import Parcel
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS, ask, collect, failure, submits
@@ -76,6 +80,31 @@ async def test_the_whole_answer_in_one_message(stage: Stage) -> None:
     assert messages[0].deltas[0].text == "a"
     assert messages[0].finished[0].reason == inference_pb2.FINISH_REASON_LENGTH
     assert messages[0].HasField("summary")
+
+
+async def test_a_large_whole_answer_is_made_beside_the_event_loop(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: 60 answers of 1000 tokens with 20 likely ones each held every stream up for as long as their message took to make."""
+    threads: list[threading.Thread] = []
+
+    def watched(parcel: Parcel, closing: pb.Closing) -> Message:
+        threads.append(threading.current_thread())
+        return made(parcel, closing)
+
+    made = pb.response
+    monkeypatch.setattr(pb, "response", watched)
+    for most in (1, 0):
+        monkeypatch.setattr(front, "MAX_INLINE_ENTRIES", most)
+        call = ask(stage, 1, stream=False)
+        submit = await stage.prefill[0].next_of("submit")
+        stage.prefill[0].first_token(submit, IDS[0])
+        stage.prefill[0].released(submit)
+        (message,) = [message async for message in call]
+        assert list(message.deltas[0].token_ids) == IDS[:1]
+        assert message.HasField("summary")
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
 
 
 async def test_peers_are_told_before_work_and_again_when_they_change(tmp_path: Path) -> None:

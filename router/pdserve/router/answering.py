@@ -32,6 +32,8 @@ CLIENT_STALL_S = 60.0
 """Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
 MAX_INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
+MAX_INLINE_ENTRIES = 10_000
+"""Whole answers that name more tokens are put into a message or into JSON on a thread: tens of milliseconds and more."""
 
 T = TypeVar("T")
 

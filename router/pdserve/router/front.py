@@ -8,8 +8,9 @@ from google.protobuf.message import Message
 
 from pdserve.core.errors import PdserveError, SlowReader
 from pdserve.router import pb, pb_text
-from pdserve.router.answering import CLIENT_STALL_S, Answering, Reply
+from pdserve.router.answering import CLIENT_STALL_S, MAX_INLINE_ENTRIES, Answering, Reply
 from pdserve.router.instructions import Fail
+from pdserve.router.mailbox import Parcel
 from pdserve.router.request import GenerateCall
 from pdserve.router.text_calls import TextCalls
 from pdserve.rpc.errors import abort_with
@@ -106,12 +107,21 @@ class InferenceFront:
         while True:
             parcel = await reply.take()
             closing = pb.Closing(reply.request, reply.processes)
-            for piece in pb.prompt_pieces(parcel) if reply.request.stream else (parcel,):
-                await self._write(context, pb.response(piece, closing))
+            if reply.request.stream:
+                for piece in pb.prompt_pieces(parcel):
+                    await self._write(context, pb.response(piece, closing))
+            else:
+                await self._write(context, await self._whole(parcel, closing))
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error
             if parcel.end is not None:
                 return
+
+    async def _whole(self, parcel: Parcel, closing: pb.Closing) -> Message:
+        """Return a whole answer in one message; a large one is made on a thread, and the event loop serves others meanwhile."""
+        if parcel.num_entries <= MAX_INLINE_ENTRIES:
+            return pb.response(parcel, closing)
+        return await self._answering.on_thread(lambda: pb.response(parcel, closing))
 
     async def _write(self, context: Context, message: Message) -> None:
         """Hand a message to the transport; raise SlowReader if the client takes nothing for too long."""

@@ -23,6 +23,12 @@ class Parcel:
     finished: tuple[Finish, ...] = ()
     end: Answer | Fail | None = None
 
+    @property
+    def num_entries(self) -> int:
+        """How many tokens, and likely ones beside them, are named."""
+        every = [token for gain in self.gains for token in gain.shown.tokens]
+        return sum(1 + len(token.top) for token in every) + sum(1 + len(token.top) for token in self.prompt)
+
 
 class Mailbox:
     """Between the sessions of a request and the task that writes to its client. Putting never blocks.
