@@ -40,7 +40,8 @@ def write_budgets(figures: dict[tuple[str, str], Figures]) -> None:
     """Write budgets from what was measured."""
     budgets: dict[str, dict[str, Figures]] = {}
     for (name, target), measured in figures.items():
-        registers = min(255, 8 * -(-int(measured["registers"] * HEADROOM) // 8)) if target != "gfx942" else 512
+        most = 512 if target.startswith("gfx") else 255
+        registers = min(most, 8 * -(-int(measured["registers"] * HEADROOM) // 8))
         budgets.setdefault(name, {})[target] = {
             "registers": registers,
             "shared": min(SHARED_LIMIT[target], int(measured["shared"] * HEADROOM)),
