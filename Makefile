@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 > @echo "setup: creating $(VENV) with $$($(PYTHON) --version)"
 > $(PYTHON) -m venv $(VENV)
 > $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-> @echo "setup: installing (about 1.5 GB on the first run: torch)"
+> @echo "setup: installing (about 2.2 GB on the first run: torch, triton)"
 > $(BIN)/python -m pip install --progress-bar on -c constraints-dev.txt --group dev -e .
 > @touch $(STAMP)
 
