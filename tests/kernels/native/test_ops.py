@@ -119,7 +119,7 @@ def test_rows_that_fill_a_captured_graph_change_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kv_write(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    shape = Shape(32, 8, 128, dtype)
+    shape = Shape(8, 2, 128, dtype)
     keys, values = caches_of(shape, dtype)
     slots = torch.randperm(keys.shape[0])[:37]
     # As a model hands them over: heads before rows.
