@@ -38,7 +38,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rms_norm_with_residual(dtype: torch.dtype) -> None:
-    x, residual, weight = (random(*size, dtype=dtype, seed=len(size)) for size in ((5, 576), (5, 576), (576,)))
+    width = 576 if dtype == torch.float32 else 192  # bfloat16 takes LLVM minutes at 1024 columns
+    x, residual, weight = (random(*size, dtype=dtype, seed=len(size)) for size in ((5, width), (5, width), (width,)))
     expected, stream = rms_norm_reference(x, weight, 1e-5, residual=residual)
     assert_close(rms_norm(x, weight, 1e-5, residual=residual), expected)
     assert_close(residual, stream)
@@ -57,7 +58,7 @@ def test_rotation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gate(dtype: torch.dtype) -> None:
-    gate, up = (random(5, 1536, dtype=dtype, seed=seed) for seed in (1, 2))
+    gate, up = (random(5, 1536 if dtype == torch.float32 else 200, dtype=dtype, seed=seed) for seed in (1, 2))
     assert_close(silu_mul(gate, up), silu_mul_reference(gate, up))
 
 
