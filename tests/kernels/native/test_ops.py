@@ -14,6 +14,8 @@ from torch import Tensor
 from pdserve.kernels.kv_write import write_kv_reference
 from pdserve.kernels.paged_attention import paged_attention_reference
 from pdserve.kernels.ragged import ChunkRows
+from pdserve.kernels.triton.cache import PagedCache
+from pdserve.kernels.triton.paged_decode import paged_decode
 from pdserve.kernels.triton_backend import BACKEND, StaticTritonPlan, TritonPlan, attend
 from pdserve.kernels.wire_pack import pack_layers_reference
 from tests.kernels.native.lowering import reason_not_here
@@ -114,6 +116,24 @@ def test_rows_that_fill_a_captured_graph_change_nothing() -> None:
     )
     assert (out[:2] - expected).abs().max() <= TOLERANCE[shape.dtype]
     assert not out[2:].any()
+
+
+def test_splits_are_merged() -> None:
+    """Several splits a sequence, as a GPU has them; here the launcher would choose one."""
+    shape = SHAPES["smollm2"]
+    torch.manual_seed(4)
+    chunks = chunks_of(shape, [(0, 1), (40, 1), (211, 1)])
+    keys, values = caches_of(shape)
+    query = torch.randn(3, shape.heads, shape.dim)
+    rows = TritonPlan(chunks, shape.block_size, shape.dtype, CPU).paged.decode
+    assert rows is not None
+    out = torch.empty_like(query)
+    cache = PagedCache(keys, values, shape.block_size)
+    paged_decode(query, cache, rows, out, window=None, scaling=0.125, softcap=None, sinks=None, splits=3)
+    expected = paged_attention_reference(
+        *(query, keys, values, chunks, shape.block_size), window=None, scaling=0.125, softcap=None, sinks=None
+    )
+    assert (out - expected).abs().max() <= TOLERANCE[shape.dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
