@@ -66,16 +66,17 @@ def test_gate(dtype: torch.dtype) -> None:
 def test_write_into_one_byte(stored: torch.dtype) -> None:
     keys, values = (random(6, 3, 64, dtype=torch.float32, seed=seed) for seed in (1, 2))
     slots = torch.tensor([9, 0, 30, 17, 2, 31])
-    cache = PagedCache(*(torch.zeros(32, 3, 64, dtype=stored) for _ in range(2)), 16, *torch.zeros(2, 32, 3))
+    numbers, scales = torch.zeros(2, 32, 3, 64, dtype=stored), torch.zeros(2, 32, 3)
+    cache = PagedCache(numbers[0], numbers[1], 16, scales[0], scales[1])
     write_quantized_kv(cache, keys, values, slots)
-    for new, numbers, scales in (
+    for new, found, found_scales in (
         (keys, cache.keys, cache.key_scales),
         (values, cache.values, cache.value_scales),
     ):
         expected, expected_scales = quantize_reference(new, stored)
-        assert scales is not None
-        assert torch.allclose(scales[slots], expected_scales)
-        assert (numbers.view(torch.uint8)[slots] == expected.view(torch.uint8)).float().mean() > 0.99
+        assert found_scales is not None
+        assert torch.allclose(found_scales[slots], expected_scales)
+        assert (found.view(torch.uint8)[slots] == expected.view(torch.uint8)).float().mean() > 0.99
 
 
 def test_uniforms_are_philox_bit_by_bit() -> None:
