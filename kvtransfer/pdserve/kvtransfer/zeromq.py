@@ -9,6 +9,7 @@ import contextlib
 import os
 import struct
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -52,10 +53,11 @@ class _Dialled:
 
 @dataclass(slots=True)
 class _Lent:
-    """A payload that libzmq may still read."""
+    """A payload that libzmq may still read. `sign` ends `poll` when pyzmq lets it go."""
 
     tracker: zmq.MessageTracker
     on_released: Callable[[], None]
+    sign: "weakref.ref[memoryview]"
 
 
 @dataclass(slots=True)
@@ -161,12 +163,16 @@ class ZeroMqChannel:
         socket, prefix = self._towards(route)
         if socket is None:
             return False
+        # A view of its own: pyzmq's thread drops it right after it marked the tracker. Waiting for the next look at the trackers
+        # instead would let `max frames in the socket` through per millisecond, however short they are.
+        lent = memoryview(payload)
+        sign = weakref.ref(lent, self._let_go)
         try:
-            tracker = socket.send_multipart([*prefix, header, payload], zmq.DONTWAIT, copy=False, track=True)
+            tracker = socket.send_multipart([*prefix, header, lent], zmq.DONTWAIT, copy=False, track=True)
         except zmq.ZMQError:
             return False
         assert tracker is not None
-        self._lent.append(_Lent(tracker, on_released))
+        self._lent.append(_Lent(tracker, on_released, sign))
         self._reap_s = _FIRST_REAP_S
         return True
 
@@ -224,6 +230,10 @@ class ZeroMqChannel:
             # After `term` libzmq reads nothing any more; pyzmq's own thread only has to say so.
             lent.on_released()
         self._lent.clear()
+
+    def _let_go(self, sign: "weakref.ref[memoryview]") -> None:  # noqa: ARG002 - the signature of such callbacks
+        """End `poll`: a tracker is done. On pyzmq's thread."""
+        self.wake()
 
     def _socket(self, kind: int, is_ipv6: bool) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
