@@ -12,8 +12,8 @@ import pytest_asyncio
 from starlette.types import Message
 
 from pdserve.core.errors import NoNodes
+from pdserve.router import answering
 from pdserve.router.answering import Answering
-from pdserve.router.http import answer
 from pdserve.router.http.answer import AnswerResponse, Head
 from pdserve.router.http.chat_shape import ChatShape
 from pdserve.router.http.fields import Asked, Wishes
@@ -83,7 +83,7 @@ async def test_a_large_answer_is_the_same(http: Http, monkeypatch: pytest.Monkey
     stage, client = http
     body = body_of(COMPLETIONS, logprobs=2, temperature=0)
     small = await post(client, COMPLETIONS, body, play(stage, IDS[:4]))
-    monkeypatch.setattr(answer, "MAX_INLINE_ENTRIES", 11)
+    monkeypatch.setattr(answering, "MAX_INLINE_ENTRIES", 11)
     large = await post(client, COMPLETIONS, body, play(stage, IDS[:4]))
     assert large.json()["choices"] == small.json()["choices"]
 
@@ -351,7 +351,7 @@ async def test_a_client_that_takes_no_error_either_is_no_fault(
     monkeypatch: pytest.MonkeyPatch, has_begun: bool
 ) -> None:
     """The second wait for it raised out of the application, with a traceback in the log."""
-    monkeypatch.setattr(answer, "CLIENT_STALL_S", 0.0)
+    monkeypatch.setattr(answering, "CLIENT_STALL_S", 0.0)
     asked = Asked((), Wishes(), stream=True, label="l")
     shape = ChatShape(TokenFormat(TokenTexts(vocabulary_of(byte_level_tokenizer())), asked.wishes))
     response = AnswerResponse(cast("Answering", None), asked, shape, Head("id", 0, "m"), 0.0)

@@ -20,7 +20,7 @@ from pdserve.core.errors import (
     NoNodes,
     SlowReader,
 )
-from pdserve.router import front, pb
+from pdserve.router import answering, pb
 from pdserve.router.mailbox import Parcel
 from pdserve.rpc.errors import error_from_rpc
 from pdserve.v1 import inference_pb2, node_pb2
@@ -95,7 +95,7 @@ async def test_a_large_whole_answer_is_made_beside_the_event_loop(
     made = pb.response
     monkeypatch.setattr(pb, "response", watched)
     for most in (1, 0):
-        monkeypatch.setattr(front, "MAX_INLINE_ENTRIES", most)
+        monkeypatch.setattr(answering, "MAX_INLINE_ENTRIES", most)
         call = ask(stage, 1, stream=False)
         submit = await stage.prefill[0].next_of("submit")
         stage.prefill[0].first_token(submit, IDS[0])

@@ -4,14 +4,14 @@ The gRPC front and the HTTP front are thin: they make the same `GenerateCall` an
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
-from pdserve.core.errors import NoNodes, PdserveError, UnknownModel
+from pdserve.core.errors import NoNodes, PdserveError, SlowReader
 from pdserve.router import journal
 from pdserve.router.admission import Admission
 from pdserve.router.instructions import Answer, Fail, Finish
@@ -25,7 +25,7 @@ from pdserve.router.sessions import Sessions
 from pdserve.router.structured import GrammarDoor
 from pdserve.router.timeline import TimelineRecorder
 from pdserve.router.tokenizer import TextModel
-from pdserve.router.validation import label_fault, resolve_lengths, validate
+from pdserve.router.validation import check_model, label_fault, resolve_lengths, validate
 from pdserve.rpc.process_gauges import process_gauges
 
 CLIENT_STALL_S = 60.0
@@ -167,6 +167,10 @@ class Answering:
         """Run what is too long for the event loop on one of the tokenizer's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def put_into_words(self, num_entries: int, make: Callable[[], T]) -> T:
+        """Return what `make` makes of a whole answer; a large one is made on a thread, and the loop serves others meanwhile."""
+        return make() if num_entries <= MAX_INLINE_ENTRIES else await self.on_thread(make)
+
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, tokens; 0 while no node is ready."""
@@ -182,9 +186,7 @@ class Answering:
 
     def check_model(self, name: str) -> None:
         """Raise UnknownModel for a model that is not served here; "" stands for the only one."""
-        served = self.model.name
-        if name not in ("", served):
-            raise UnknownModel(f"model {name[:64]!r} is not served here", hint=f"served: {served}", field="model")
+        check_model(name, self.model.name)
 
     def gauges(self) -> dict[str, float]:
         """Return what the fronts hold, and whether they take new work."""
@@ -242,3 +244,12 @@ class Answering:
             )
         eos = frozenset().union(*(self.membership.eos_token_ids(load.incarnation) for load in loads))
         return resolve_lengths(num_prompt_ids, request, limits, eos, self.model.vocab_size)
+
+
+async def until_taken(sending: Awaitable[object], what: str) -> None:
+    """Hand something to the transport; raise SlowReader if the client takes nothing for too long. `what` it should read."""
+    try:
+        async with asyncio.timeout(CLIENT_STALL_S):
+            await sending
+    except TimeoutError:
+        raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint=f"read the {what}") from None

@@ -1,16 +1,15 @@
 """The public gRPC service: one coroutine per call, from bytes to bytes. What it does for a client is in `answering`."""
 
-import asyncio
+from functools import partial
 from typing import Any, cast
 
 import grpc
 from google.protobuf.message import Message
 
-from pdserve.core.errors import PdserveError, SlowReader
+from pdserve.core.errors import PdserveError
 from pdserve.router import pb, pb_text
-from pdserve.router.answering import CLIENT_STALL_S, MAX_INLINE_ENTRIES, Answering, Reply
+from pdserve.router.answering import Answering, Reply, until_taken
 from pdserve.router.instructions import Fail
-from pdserve.router.mailbox import Parcel
 from pdserve.router.request import GenerateCall
 from pdserve.router.text_calls import TextCalls
 from pdserve.rpc.errors import abort_with
@@ -109,27 +108,14 @@ class InferenceFront:
             closing = pb.Closing(reply.request, reply.processes)
             if reply.request.stream:
                 for piece in pb.prompt_pieces(parcel):
-                    await self._write(context, pb.response(piece, closing))
+                    await until_taken(context.write(pb.response(piece, closing)), "stream")
             else:
-                await self._write(context, await self._whole(parcel, closing))
+                whole = await self._answering.put_into_words(parcel.num_entries, partial(pb.response, parcel, closing))
+                await until_taken(context.write(whole), "stream")
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error
             if parcel.end is not None:
                 return
-
-    async def _whole(self, parcel: Parcel, closing: pb.Closing) -> Message:
-        """Return a whole answer in one message; a large one is made on a thread, and the event loop serves others meanwhile."""
-        if parcel.num_entries <= MAX_INLINE_ENTRIES:
-            return pb.response(parcel, closing)
-        return await self._answering.on_thread(lambda: pb.response(parcel, closing))
-
-    async def _write(self, context: Context, message: Message) -> None:
-        """Hand a message to the transport; raise SlowReader if the client takes nothing for too long."""
-        try:
-            async with asyncio.timeout(CLIENT_STALL_S):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint="read the stream") from None
 
 
 def _to_bytes(message: Message) -> bytes:

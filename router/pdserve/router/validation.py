@@ -44,8 +44,7 @@ def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
     """
     _check_served(call)
     _check_label(call.request_id)
-    if call.model not in ("", model.name):
-        raise UnknownModel(f"model {call.model[:64]!r} is not served here", hint=f"served: {model.name}", field="model")
+    check_model(call.model, model.name)
     given = _checked_input(call.input, model)
     sampling = checked_sampling(call, model.vocab_size, model.encode_word)
     grammar = checked_tool_grammar(call, given, model.tool_format)
@@ -65,6 +64,12 @@ def validate(call: GenerateCall, model: ServedModel) -> ValidRequest:
         top_logprobs=_checked_top_logprobs(call.top_logprobs),
         prompt_logprobs=bool(call.prompt_logprobs),
     )
+
+
+def check_model(name: str, served: str) -> None:
+    """Raise UnknownModel for a model that is not served here; "" stands for the only one."""
+    if name not in ("", served):
+        raise UnknownModel(f"model {name[:64]!r} is not served here", hint=f"served: {served}", field="model")
 
 
 @dataclass(frozen=True, slots=True)

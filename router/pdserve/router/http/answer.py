@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
-from pdserve.router.answering import CLIENT_STALL_S, MAX_INLINE_ENTRIES, Answering, Reply
+from pdserve.router.answering import Answering, Reply, until_taken
 from pdserve.router.http.errors import HttpFault, JsonObject, answer_of
 from pdserve.router.http.extension import extension, server_timing
 from pdserve.router.http.fields import Asked, Wishes
@@ -68,10 +69,8 @@ class AnswerResponse:
                     await self._whole(scope, receive, send)
         except PdserveError as error:
             await self._fail(error, scope, receive, send)
-        except Exception as error:
-            logger.exception("a fault of the HTTP front; the request fails")
-            fault = InternalError(f"a fault of the router: {type(error).__name__}", hint="see the router's log")
-            await self._fail(fault, scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - told as an internal error, and logged by `fault_of`
+            await self._fail(fault_of(error), scope, receive, send)
 
     # ---- whole
 
@@ -79,12 +78,10 @@ class AnswerResponse:
         async with AsyncExitStack() as stack:
             replies = await self._open(stack)
             whole = [(reply, await reply.take()) for reply in replies]
-        if sum(parcel.num_entries for _, parcel in whole) > MAX_INLINE_ENTRIES:
-            response = await self._answering.on_thread(lambda: self._body(whole))
-        else:
-            response = self._body(whole)
+        num_entries = sum(parcel.num_entries for _, parcel in whole)
+        response = await self._answering.put_into_words(num_entries, partial(self._body, whole))
         self._has_begun = True
-        await _patient(response(scope, receive, send))
+        await until_taken(response(scope, receive, send), "answer")
 
     def _body(self, whole: Sequence[tuple[Reply, Parcel]]) -> JSONResponse:
         answered = [(reply, parcel.end) for reply, parcel in whole if isinstance(parcel.end, Answer)]
@@ -126,7 +123,8 @@ class AnswerResponse:
             self._has_begun = True
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
         if events or is_last:
-            await _patient(send({"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}))
+            body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
+            await until_taken(send(body), "answer")
 
     # ---- both
 
@@ -140,10 +138,10 @@ class AnswerResponse:
         """Say what went wrong: with its status, or, in a stream that has begun, as its last event, without `[DONE]`."""
         with contextlib.suppress(SlowReader):  # whoever reads nothing hears of no error either
             if not self._has_begun:
-                await _patient(error_response(error, self._asked.names)(scope, receive, send))
+                await until_taken(error_response(error, self._asked.names)(scope, receive, send), "answer")
             elif not isinstance(error, SlowReader):
                 body = event(answer_of(error, self._asked.names).body)
-                await _patient(send({"type": "http.response.body", "body": body, "more_body": False}))
+                await until_taken(send({"type": "http.response.body", "body": body, "more_body": False}), "answer")
 
 
 class EventStream:
@@ -243,6 +241,12 @@ def error_response(error: PdserveError | HttpFault, names: Mapping[str, str]) ->
     return JSONResponse(answer.body, status_code=answer.status, headers=dict(answer.headers))
 
 
+def fault_of(error: Exception) -> InternalError:
+    """Log a fault of ours, which is being handled, and return what the client is told of it."""
+    logger.exception("a fault of the HTTP front; the request fails")
+    return InternalError(f"a fault of the router: {type(error).__name__}", hint="see the router's log")
+
+
 def event(content: JsonObject) -> bytes:
     """Return one server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
@@ -251,12 +255,3 @@ def event(content: JsonObject) -> bytes:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _patient(sending: Awaitable[None]) -> None:
-    """Hand bytes to the transport; raise SlowReader if the client takes nothing for too long."""
-    try:
-        async with asyncio.timeout(CLIENT_STALL_S):
-            await sending
-    except TimeoutError:
-        raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint="read the answer") from None

@@ -17,9 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pdserve.core.build import product_version
-from pdserve.core.errors import InternalError, PdserveError
+from pdserve.core.errors import PdserveError
 from pdserve.router.answering import Answering
-from pdserve.router.http.answer import AnswerResponse, Head, error_response
+from pdserve.router.http.answer import AnswerResponse, Head, error_response, fault_of
 from pdserve.router.http.body import parsed_object, read_body
 from pdserve.router.http.chat_request import CHAT_PARAMS, parse_chat
 from pdserve.router.http.chat_shape import ChatShape
@@ -156,10 +156,8 @@ class HttpFront:
                 return error_response(error, names)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except Exception as error:
-                logger.exception("a fault of the HTTP front; the request fails")
-                fault = InternalError(f"a fault of the router: {type(error).__name__}", hint="see the router's log")
-                return error_response(fault, names)
+            except Exception as error:  # noqa: BLE001 - told as an internal error, and logged by `fault_of`
+                return error_response(fault_of(error), names)
 
         return answered
 
