@@ -6,6 +6,7 @@ each of them as a leg of its own). The oldest never is. A leg with several seque
 sequences share the context's full blocks, and each copies the last, partial one before it first writes.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from pdserve.core.hold import Hold, HoldStage
@@ -242,7 +243,7 @@ class DecodeScheduler:
     @property
     def num_running(self) -> int:
         """Legs with a sequence in the batch."""
-        return len({leg for leg, _ in self._sequences(SequenceState.RUNNING)})
+        return len({leg for leg, sequence in self._each() if sequence.state is SequenceState.RUNNING})
 
     @property
     def num_waiting(self) -> int:
@@ -255,17 +256,17 @@ class DecodeScheduler:
 
     def count(self, *states: SequenceState) -> int:
         """Return the number of sequences in any of `states`."""
-        return len(self._sequences(*states))
+        return sum(sequence.state in states for _, sequence in self._each())
 
     @property
     def num_held(self) -> int:
         """Sequences that stand at the test hook."""
-        return sum(sequence.is_held for _, sequence in self._sequences())
+        return sum(sequence.is_held for _, sequence in self._each())
 
     @property
     def num_stalled(self) -> int:
         """Running sequences that wait for a block."""
-        return sum(sequence.is_stalled for _, sequence in self._sequences())
+        return sum(sequence.is_stalled for _, sequence in self._each())
 
     def describe(self, now_s: float) -> list[dict[str, object]]:
         """Return every leg's stage and age, and how far its sequences are."""
@@ -299,8 +300,13 @@ class DecodeScheduler:
     def _in_order(self) -> list[DecodeLeg]:
         return sorted(self._legs.values(), key=lambda leg: leg.work.arrived_s)
 
-    def _sequences(self, *states: SequenceState) -> list[tuple[DecodeLeg, Sequence]]:
-        return [(leg, s) for leg in self._in_order() for s in leg.sequences if not states or s.state in states]
+    def _each(self) -> Iterator[tuple[DecodeLeg, Sequence]]:
+        """Yield every sequence, in no order: enough for counting."""
+        return ((leg, sequence) for leg in self._legs.values() for sequence in leg.sequences)
+
+    def _sequences(self, state: SequenceState) -> list[tuple[DecodeLeg, Sequence]]:
+        """Return the sequences in a state, by the age of their legs."""
+        return [(leg, sequence) for leg in self._in_order() for sequence in leg.sequences if sequence.state is state]
 
     def _reserve(self, leg: DecodeLeg) -> bool:
         if leg.lease is not None:
