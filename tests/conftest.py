@@ -1,7 +1,38 @@
-"""What holds for every test: clusters side by side do not meet at the default HTTP port, and torch computes in one thread."""
+"""What holds for every test: clusters do not meet at the default HTTP port, torch computes in one thread, and waits end."""
 
+import asyncio
+import functools
+import inspect
 import os
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec
+
+import pytest
 
 os.environ.setdefault("PDSERVE_HTTP_PORT", "0")
 # Tiny models gain nothing from threads, and on a busy machine torch's threads wait for each other: minutes instead of seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ASYNC_TEST_S = 300.0
+"""What one async test may take. Below `timeout` in pyproject.toml: so it fails by name, at the await that hangs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bound every async test."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = bounded(item.obj)
+
+
+P = ParamSpec("P")
+
+
+def bounded(test: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
+    """Return the test with a deadline."""
+
+    @functools.wraps(test)
+    async def within_deadline(*args: P.args, **kwargs: P.kwargs) -> None:
+        async with asyncio.timeout(ASYNC_TEST_S):
+            await test(*args, **kwargs)
+
+    return within_deadline

@@ -26,6 +26,7 @@ from pdserve.v1 import node_pb2, node_pb2_grpc
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 START_S = 120.0
+ANSWER_S = 120.0
 POLL_S = 0.01
 
 LEAK_GAUGES = (
@@ -117,10 +118,21 @@ class Cluster:
         return (await self.node_state(node)).gauges[name]
 
     async def answer(self, prompt: Prompt, options: Options | None = None) -> Answer:
-        """Stream a whole answer."""
+        """Stream a whole answer; one that does not end is told with what the cluster says of it."""
         answer = Answer()
-        async for part in self.client.generate(prompt, options):
-            answer.add(part)
+
+        async def read() -> None:
+            async for part in self.client.generate(prompt, options):
+                answer.add(part)
+
+        reading = asyncio.ensure_future(read())
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await reading
+        except TimeoutError:
+            if not reading.cancelled():
+                raise
+            pytest.fail(f"no end after {len(answer.token_ids)} tokens within {ANSWER_S:g} s: {await self.leaks()}")
         return answer
 
     async def until_held(self, node: str, number: int = 1) -> None:
@@ -289,6 +301,12 @@ async def start_cluster(
         for process in cluster.nodes.values():
             if process.is_alive:
                 process.kill()
+
+
+async def first_of(tasks: "list[asyncio.Task[Answer]]") -> None:
+    """Wait until one of the answers ended."""
+    ended, _ = await asyncio.wait(tasks, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+    assert ended, f"none of {len(tasks)} answers ended within {ANSWER_S:g} s: are all at the held node?"
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str, deadline_s: float = DEADLINE_S) -> None:

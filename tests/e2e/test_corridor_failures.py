@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.client import Answer, Options
-from tests.e2e.cluster import Cluster, start_cluster, until
+from tests.e2e.cluster import Cluster, first_of, start_cluster, until
 from tests.e2e.tiny_model import expected_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -26,7 +26,7 @@ async def held_at(cluster: Cluster, node: str, prompt: list[int]) -> "list[async
     options = Options(max_tokens=NUM_TOKENS)
     tasks = [asyncio.create_task(cluster.answer(tuple(prompt), options)) for _ in range(2)]
     await cluster.until_held(node)
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await first_of(tasks)
     return tasks
 
 

@@ -10,7 +10,7 @@ import pytest
 from pdserve.client import Answer, Chat, Options, Turn
 from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.node.process import EXIT_STUCK
-from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster, until
+from tests.e2e.cluster import DEADLINE_S, Cluster, first_of, start_cluster, until
 from tests.e2e.tiny_model import decided_prompts, expected_tokens, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -43,7 +43,7 @@ async def test_a_decode_node_lost_in_mid_stream(tiny: Path, tmp_path: Path, numb
         prompt = prompt_ids("a decode node is lost")
         tasks = await two_answers(cluster, prompt)
         await cluster.until_held("decode0")
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(tasks)
         before = await cluster.gauge("decode1", "forwards")
         cluster.nodes["decode0"].kill(number)
         answers = await assert_both_exact(tasks, tiny, prompt)

@@ -20,7 +20,7 @@ from pdserve.client.language import Grammar, JsonObject, JsonSchema, Language, O
 from pdserve.core.errors import GrammarNotServed, InvalidRequest, PdserveError
 from pdserve.core.work import FinishReason
 from pdserve.grammar.compiling import SCHEMA_OPTIONS
-from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster
+from tests.e2e.cluster import DEADLINE_S, Cluster, first_of, start_cluster
 from tests.e2e.tiny_model import EOS_ID, _reference, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -222,7 +222,7 @@ async def test_a_decode_node_killed_in_mid_answer_changes_nothing(tiny: Path, tm
     async with start_cluster(tiny, tmp_path, decode=(("--hold-at", "decoding:8"), ())) as running:
         tasks = [asyncio.create_task(running.answer("a person", options)) for _ in range(2)]
         await running.until_held("decode0", n)
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(tasks)
         running.nodes["decode0"].kill()
         answers: list[Answer] = await asyncio.gather(*tasks)
         tokens = [[choice.token_ids for choice in answer.choices] for answer in answers]

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from pdserve.client import Chat, Grammar, NamedTool, Options, Turn
 from pdserve.core.work import FinishReason
-from tests.e2e.cluster import Cluster, start_cluster
+from tests.e2e.cluster import Cluster, first_of, start_cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
 
@@ -105,7 +105,7 @@ async def test_a_call_outlives_its_decode_node(tiny: Path, tmp_path: Path, route
     async with start_cluster(tiny, tmp_path, router=router, decode=(("--hold-at", "decoding:30"), ())) as running:
         tasks = [asyncio.create_task(running.answer(chat, options)) for _ in range(2)]
         await running.until_held("decode0")
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(tasks)
         running.nodes["decode0"].kill()
         answers = await asyncio.gather(*tasks)
         calls = [answer.choices[0].tool_calls[0] for answer in answers]

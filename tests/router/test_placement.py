@@ -1,5 +1,6 @@
 """Placement, admission, the waiting line and the ledger: pure parts, as tables (failure classes 8, 24, 28)."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -159,30 +160,46 @@ def test_the_ledger_counts_what_the_node_has_not_reported_yet() -> None:
     assert (load.num_waiting, load.num_waiting_tokens) == (1, 100), "never counted twice"
     load = ledger.load(hello(), Status())
     assert (load.num_waiting, load.num_waiting_tokens) == (1, 40), "a report that crossed the submit hides nothing"
-    ledger.settle((1, 1))
-    ledger.settle((1, 1))
-    assert ledger.load(hello(), Status()).num_waiting == 0
+    ledger.started((1, 1))
+    ledger.started((1, 1))
+    load = ledger.load(hello(), Status())
+    assert (load.num_waiting, load.num_running) == (0, 1), "a report from before the start does not show it as idle"
+    assert ledger.load(hello(), Status(num_running=3)).num_running == 3
+    ledger.over((1, 1))
+    ledger.started((1, 1))
+    ledger.over((1, 1))
+    load = ledger.load(hello(), Status())
+    assert (load.num_waiting, load.num_running) == (0, 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["place", "settle", "report"]), st.integers(0, 5)), max_size=40))
-def test_the_ledger_is_never_below_what_is_outstanding_and_empties(steps: list[tuple[str, int]]) -> None:
-    ledger, truth = NodeLedger(), set()
+@given(st.lists(st.tuples(st.sampled_from(["place", "start", "end", "report"]), st.integers(0, 5)), max_size=40))
+def test_the_ledger_is_never_below_what_is_there_and_empties(steps: list[tuple[str, int]]) -> None:
+    ledger, waiting, running, ids = NodeLedger(), set(), set(), itertools.count()
+    current: dict[int, tuple[int, int]] = {}
     for step, leg in steps:
         if step == "place":
-            ledger.place((leg, 1), 10)
-            truth.add(leg)
-        elif step == "settle":
-            ledger.settle((leg, 1))
-            truth.discard(leg)
+            current[leg] = (leg, next(ids))
+            ledger.place(current[leg], 10)
+            waiting.add(current[leg])
+        elif step == "start" and leg in current:
+            ledger.started(current[leg])
+            running |= waiting & {current[leg]}
+            waiting.discard(current[leg])
+        elif step == "end" and leg in current:
+            ledger.over(current[leg])
+            waiting.discard(current[leg])
+            running.discard(current[leg])
         else:
             ledger.reported()
         load = ledger.load(hello(), Status())
-        assert load.num_waiting >= len(truth)
-        assert load.num_waiting_tokens >= 10 * len(truth)
-    for leg in range(6):
-        ledger.settle((leg, 1))
+        assert (ledger.num_outstanding, ledger.num_running) == (len(waiting), len(running))
+        assert load.num_waiting >= len(waiting)
+        assert load.num_running == len(running)
+        assert load.num_waiting_tokens >= 10 * len(waiting)
+    for placed in waiting | running:
+        ledger.over(placed)
     ledger.reported()
-    assert (ledger.num_outstanding, ledger.load(hello(), Status()).num_waiting_tokens) == (0, 0)
+    assert (ledger.num_outstanding, ledger.num_running, ledger.load(hello(), Status()).num_waiting_tokens) == (0, 0, 0)
 
 
 def test_admission_is_bounded_and_says_when_to_come_back() -> None:

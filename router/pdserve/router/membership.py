@@ -160,11 +160,17 @@ class Membership:
         if member is not None:
             member.ledger.place(leg, num_tokens)
 
-    def settled(self, node: Incarnation, leg: LegId) -> None:
-        """Say that a leg runs or is over."""
+    def leg_started(self, node: Incarnation, leg: LegId) -> None:
+        """Say that a leg gives tokens."""
         member = self._by_incarnation.get(node)
         if member is not None:
-            member.ledger.settle(leg)
+            member.ledger.started(leg)
+
+    def leg_over(self, node: Incarnation, leg: LegId) -> None:
+        """Say that a leg is over."""
+        member = self._by_incarnation.get(node)
+        if member is not None:
+            member.ledger.over(leg)
 
     # ---- what the server shows
 
@@ -208,12 +214,15 @@ class Membership:
         ]
 
     def gauges(self) -> dict[str, float]:
-        """Return nodes by state, and legs that wait on them."""
+        """Return nodes by state, legs that wait on them, and legs that run."""
         counts = {f"nodes.{state}": 0.0 for state in NodeState}
         for member in self.members:
             counts[f"nodes.{member.state}"] += 1
-        outstanding = sum(member.ledger.num_outstanding for member in self.members if member.hello)
-        return counts | {"legs_outstanding": float(outstanding)}
+        ledgers = [member.ledger for member in self.members if member.hello]
+        return counts | {
+            "legs_outstanding": float(sum(ledger.num_outstanding for ledger in ledgers)),
+            "legs_running": float(sum(ledger.num_running for ledger in ledgers)),
+        }
 
     def _changed(self) -> None:
         for member in self.members:

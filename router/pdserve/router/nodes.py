@@ -98,11 +98,13 @@ LegId = tuple[int, int]
 class NodeLedger:
     """What this router placed on one node: legs that the node's status may not show yet.
 
-    A load is at least what this router itself has outstanding, and at least the last report plus what was placed since.
+    A load is at least what this router itself has there, and at least the last report plus what was placed since. (A
+    report may have been under way when a leg was placed or started: it alone would show a busy node as idle.)
     """
 
     def __init__(self) -> None:
         self._outstanding: dict[LegId, int] = {}
+        self._running: set[LegId] = set()
         self._num_since = 0
         self._tokens_since = 0
 
@@ -111,15 +113,26 @@ class NodeLedger:
         """Legs that were placed and did not start to give tokens."""
         return len(self._outstanding)
 
+    @property
+    def num_running(self) -> int:
+        """Legs that gave tokens and are not over."""
+        return len(self._running)
+
     def place(self, leg: LegId, num_tokens: int) -> None:
         """Note a leg that will keep `num_tokens` positions busy."""
         self._outstanding[leg] = num_tokens
         self._num_since += 1
         self._tokens_since += num_tokens
 
-    def settle(self, leg: LegId) -> None:
-        """Note that the leg runs, or is over. Said twice it means nothing more."""
+    def started(self, leg: LegId) -> None:
+        """Note that the leg gives tokens. Said twice, or of a leg that is over, it means nothing more."""
+        if self._outstanding.pop(leg, None) is not None:
+            self._running.add(leg)
+
+    def over(self, leg: LegId) -> None:
+        """Note that nothing of the leg runs any more. Said twice it means nothing more."""
         self._outstanding.pop(leg, None)
+        self._running.discard(leg)
 
     def reported(self) -> None:
         """Note that a status came: it holds what was placed before."""
@@ -137,7 +150,7 @@ class NodeLedger:
             block_size=block_size,
             max_model_len=hello.max_model_len,
             num_waiting=max(status.num_waiting + self._num_since, len(self._outstanding)),
-            num_running=status.num_running,
+            num_running=max(status.num_running, len(self._running)),
             num_waiting_tokens=waiting_tokens,
             num_free_blocks=status.num_free_blocks - self._tokens_since // block_size,
             num_blocks=hello.num_blocks,

@@ -136,8 +136,10 @@ class Sessions:
 
     def leg_event(self, session_id: int, event: LegEvent) -> None:
         """Take what a node said of a leg."""
-        if isinstance(event, FirstToken | Adopted | Tokens | LegEnded | LegReleased):
-            self._membership.settled(event.node, (session_id, event.attempt))
+        if isinstance(event, FirstToken | Adopted | Tokens):
+            self._membership.leg_started(event.node, (session_id, event.attempt))
+        elif isinstance(event, LegEnded | LegReleased):
+            self._membership.leg_over(event.node, (session_id, event.attempt))
         entry = self._open.get(session_id)
         if entry is None:
             self.num_stray_events += 1
