@@ -26,6 +26,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 
@@ -61,6 +62,7 @@ SCALARS: Mapping[str, tuple[str, Any]] = {
 # The few device functions that remain, by what they compute.
 MATHS = """
 #include <math.h>
+double native_log_f64(double x) { return log(x); }
 float native_rsq_f32(float x) { return 1.0f / sqrtf(x); }
 float native_rcp_f32(float x) { return 1.0f / x; }
 float native_sqrt_f32(float x) { return sqrtf(x); }
@@ -265,7 +267,7 @@ def to_x86(text: str) -> str:
     for axis in "xyz":
         text = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workgroup\.id\.{axis}\(\)", f"load i32, ptr @pid_{axis}", text)
         text = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workitem\.id\.{axis}\(\)", "add i32 0, 0", text)
-        text += f"\n@pid_{axis} = external thread_local(initialexec) global i32\n"
+        text += f"\n@pid_{axis} = external thread_local global i32\n"
     # One thread waits for nobody, and has no mode register.
     text = re.sub(
         rf"^.*{CALL}void @llvm\.amdgcn\.(s\.barrier|s\.waitcnt|sched\.|iglp\.opt|s\.setreg).*$",
@@ -282,7 +284,7 @@ def to_x86(text: str) -> str:
     text = re.sub(_DOT2, _multiply_pairs, text, flags=re.MULTILINE)
     text = text.replace("@llvm.amdgcn.log.f32", "@native_log2_f32")  # the device's logarithm is of base 2
     text = re.sub(r"@llvm\.amdgcn\.(rsq|rcp|exp2|sqrt|fmed3)\.f32", r"@native_\1_f32", text)
-    text = re.sub(r"@__ocml_(\w+)_f32", r"@native_\1_f32", text)
+    text = re.sub(r"@__ocml_(\w+)_f(32|64)", r"@native_\1_f\2", text)
     text = text.replace("@__ockl_mul_hi_u32", "@native_mul_hi_u32")
     text = re.sub(r"^declare .*@llvm\.amdgcn\..*$", "", text, flags=re.MULTILINE)
     left = set(re.findall(r"@(llvm\.amdgcn[\w.]+|__oc\w+|native_\w+)", text))
@@ -318,7 +320,8 @@ def _build(text: str, signature: Signature, file: Path) -> None:
 
     found = re.search(r"^define (?:\w+ )*void @(\w+)\(", text, re.MULTILINE)
     assert found is not None
-    machine_code = llvm.translate_to_asm(text, TRIPLE, _processor(), "", [], True, True)
+    with _plain_code():
+        machine_code = llvm.translate_to_asm(text, TRIPLE, _processor(), "", [], True, True)
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         folder = Path(name)
@@ -331,6 +334,16 @@ def _build(text: str, signature: Signature, file: Path) -> None:
             capture_output=True,
         )
         (folder / "kernel.so").rename(file)  # whole or not at all: others may build the same
+
+
+@contextmanager
+def _plain_code() -> Iterator[None]:
+    """Let LLVM emit code without optimising it: straight-line code of a hundred thousand lines then takes seconds, not hours.
+
+    The wheel has no argument for it, and reads this variable at each call. What the kernel computes is not touched by it.
+    """
+    with mock.patch.dict(os.environ, {"DISABLE_LLVM_OPT": "1"}):
+        yield
 
 
 def _grid_loop(name: str, signature: Signature) -> str:
