@@ -1,5 +1,6 @@
 """What a step asks of its backend: its plan, its attention, its wire form; and how decode steps are put into buckets."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from torch import Tensor
 
 from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.core.work import Sampling
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.decode_graphs import ROW_BUCKETS, DecodeGraphs, Run
 from pdserve.engine.kv_pool import KvPool
 from pdserve.kernels.backends import BACKENDS, Backend
-from tests.engine.small import GREEDY_ROW, model_of, small_engine
+from pdserve.kernels.logits import Chosen, SampledRow
+from tests.engine.small import GREEDY_ROW, first_choices, model_of, small_engine
 
 TORCH = BACKENDS["torch-sdpa"]
 CPU = torch.device("cpu")
@@ -25,6 +28,18 @@ def test_the_pool_packs_and_unpacks_with_its_backend() -> None:
     pool.pack(range(1), pool.slots([0], range(4)), memoryview(bytearray(1)))
     pool.unpack(range(1), pool.slots([0], range(4)), memoryview(b"x"))
     assert calls == ["pack", "unpack"]
+
+
+def test_a_step_lets_its_backend_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def thirteen(scores: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+        return torch.full((len(rows),), 13)
+
+    monkeypatch.setitem(BACKENDS, "torch-sdpa", replace(TORCH, draw_rows=thirteen))
+    drawn, filtered = (SampledRow(Sampling(1.0, top_k=top_k, seed=2), 0, 0) for top_k in (0, 1))
+    chunks = [SequenceChunk((5,), 0, [block], (row,)) for block, row in enumerate((GREEDY_ROW[0], drawn, filtered))]
+    tokens = [choice.token_id for choice in first_choices(small_engine().step(chunks)) if isinstance(choice, Chosen)]
+    assert tokens[1] == 13
+    assert tokens[0] == tokens[2] != 13
 
 
 def into_one_buffer(run: Run) -> Run:

@@ -1,17 +1,19 @@
 """The sampler against transformers' own logits processors, and the draw against what decides it."""
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pdserve.core.work import Sampling
-from pdserve.kernels.gumbel_max import keep
-from pdserve.kernels.logits import Chosen, RowFailed, SampledRow
+from pdserve.kernels.gumbel_max import draw, keep
+from pdserve.kernels.logits import Chosen, RowFailed, RowState, SampledRow
 from pdserve.kernels.sampling import sample
 
 FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
@@ -137,3 +139,78 @@ def test_broken_logits_fail_their_own_row_only(sampling: Sampling, broken: list[
 def test_the_numbers_of_rows_must_agree() -> None:
     with pytest.raises(ValueError, match="1 rows of logits"):
         sample(torch.zeros(1, 3), [])
+
+
+class DeviceDraw:
+    """Draws as a device would: what it is given is noted, and rows without a finite maximum get nonsense."""
+
+    def __init__(self) -> None:
+        self.rows: list[SampledRow] = []
+
+    def __call__(self, scores: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+        self.rows += rows
+        found = [
+            draw([row.detach().numpy()], [how])[0] if row.amax().isfinite() else 2**31 - 1
+            for row, how in zip(scores, rows, strict=True)
+        ]
+        return torch.tensor(found)
+
+
+class Crossings(TorchFunctionMode):
+    """Notes how many numbers each read by the host takes from tensors, as if they lay on a device."""
+
+    READS = frozenset({"cpu", "numpy", "tolist", "item", "__array__", "__bool__", "__int__", "__float__"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self.READS:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+PENALIZED = Sampling(0.9, seed=3, repetition_penalty=1.3, logit_bias=((4, 2.0),))
+
+
+def rows_of_all_kinds() -> list[SampledRow]:
+    state = RowState(PENALIZED, [4, 9], [17])
+    return [
+        SampledRow(Sampling(), 0, 5),
+        SampledRow(Sampling(0.8, seed=2**64 - 1), 1, 0),
+        SampledRow(Sampling(0.8, top_p=0.9, seed=1), 0, 4),
+        SampledRow(PENALIZED, 0, 1, 2, state),
+        SampledRow(Sampling(1.2, top_k=7, seed=1), 0, 4),
+        SampledRow(Sampling(0.5, min_p=0.1, seed=1), 0, 4),
+        SampledRow(Sampling(1.5, seed=9), 0, 77),
+        SampledRow(Sampling(1.5, seed=9), 0, 78),
+    ]
+
+
+def test_a_backend_draws_the_rows_that_have_no_filters_and_nothing_changes() -> None:
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2)) * 2
+    logits[7, 11] = float("nan")
+    rows, device = rows_of_all_kinds(), DeviceDraw()
+    answers = sample(logits, rows, device)
+    assert device.rows == [rows[index] for index in (1, 3, 6, 7)]
+    assert isinstance(answers[7], RowFailed)
+    assert answers == sample(logits, rows)
+
+
+def test_of_rows_that_a_backend_draws_only_the_answers_reach_the_host() -> None:
+    """Logits of a batch are [64, 128256] floats a step: a copy of 33 MB, where four numbers a row will do."""
+    vocabulary = 300
+    logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(2))
+    rows = rows_of_all_kinds()
+
+    def device_draw(scores: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+        return torch.zeros(len(rows), dtype=torch.int64)
+
+    plain = [0, 1, 6, 7]
+    with Crossings() as crossings:
+        sample(logits[plain], [rows[index] for index in plain], device_draw)
+    assert crossings.sizes == [4 * len(plain)]
+    with Crossings() as crossings:
+        sample(logits, rows, device_draw)
+    assert max(crossings.sizes) == 8 * vocabulary, "some have filters: the count would see a copy"

@@ -107,6 +107,7 @@ class Engine:
         if where.type == "cuda" and backend.static_plan is not None:
             graphs = DecodeGraphs(model.module, self._pool, backend, where, self.max_model_len)
         self._forward = Forward(model.module, self._pool, backend, where, graphs)
+        self._draw_rows = backend.draw_rows
         self._is_stepping = False
         mebibytes = self._pool.num_bytes / 2**20
         log.info("%s: %d blocks of %d tokens, %.0f MiB of KV", model.architecture, num_blocks, block_size, mebibytes)
@@ -129,7 +130,7 @@ class Engine:
         with torch.inference_mode():
             logits = self._compute(chunks, on_layer)
             rows = [row for chunk in chunks for row in chunk.samples]
-            choices = iter(sample(_sampled(logits, chunks), rows))
+            choices = iter(sample(_sampled(logits, chunks), rows, self._draw_rows))
             results, first = list[ChunkResult](), 0
             for chunk in chunks:
                 scores = _scores(logits[first : first + len(chunk.scored_ids)], chunk)

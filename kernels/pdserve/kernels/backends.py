@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pdserve.core.errors import ConfigError
 from pdserve.kernels import kv_write, paged_attention, wire_pack
 from pdserve.kernels.ragged import ChunkRows, RaggedPlan
+from pdserve.kernels.sampling import DrawRows
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Backend:
     """Replaces those of a model's modules that it knows, at load, and logs which."""
     static_plan: MakeStaticPlan | None = None
     """There where the attention can be captured in a graph."""
+    draw_rows: DrawRows | None = None
+    """There where rows are drawn on the device; otherwise their logits are copied to the host, which draws."""
 
 
 BACKENDS = {

@@ -1,15 +1,19 @@
 """Choose the next token of each sampled row, after `processors` had their say.
 
-Greedy: argmax of the processed logits; otherwise `gumbel_max` draws one. A row fails by itself, never its neighbours.
+Greedy: argmax of the processed logits; otherwise `gumbel_max` draws one, on the host, or a backend's `DrawRows` where the logits
+lie: the same noise, and so the same token. A row fails by itself, never its neighbours.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.core.work import TopLogprobs
+from pdserve.core.work import Sampling, TopLogprobs
 from pdserve.kernels.gumbel_max import draw
 from pdserve.kernels.logits import Choice, Chosen, RowFailed, SampledRow
 from pdserve.kernels.processors import process
@@ -21,8 +25,22 @@ NOTHING_ALLOWED = RowFailed(
 OVERFLOW = RowFailed("biases and penalties together make a logit infinite", is_final=True)
 
 
-def sample(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice]:
+class DrawRows(Protocol):
+    """Draws rows that have no filters, on the device on which their logits lie."""
+
+    def __call__(self, scores: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+        """Return ids [rows], int64, of processed logits [rows, vocabulary], float32: the tokens of `gumbel_max.draw`.
+
+        What it returns for a row that has no finite maximum means nothing. The host waits for nothing.
+        """
+        ...
+
+
+def sample(logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | None = None) -> list[Choice]:
     """Return what each row of `logits` [rows, vocabulary] gets; log-probabilities are of the unmodified distribution.
+
+    With `draw_rows`, only the logits of rows that have filters leave the device; without it, those of all rows that are drawn.
+    Where none leave, the answer is one copy of four numbers a row, and the likeliest tokens beside it where they are asked for.
 
     A row fails by itself where its logits define no distribution (one is NaN or positive infinity, or all are negative
     infinity), where its processors leave nothing, or where its matcher fails. Raises ValueError if the numbers of rows differ;
@@ -34,15 +52,23 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice]:
         return []
     raw = logits.float()
     norms = torch.logsumexp(raw, dim=-1)
-    is_sound = torch.isfinite(norms).tolist()
-    states = {index: row.state for index, row in enumerate(rows) if row.state is not None and is_sound[index]}
+    states = {index: row.state for index, row in enumerate(rows) if row.state is not None}
     scores = raw.clone() if states else raw
     reasons = process(scores, states)
-    picks = [
-        RowFailed(reasons[index], is_final=True) if index in reasons else pick if is_sound[index] else BROKEN_LOGITS
-        for index, pick in enumerate(_pick(scores, rows, is_sound))
+    best, token_ids = scores.amax(dim=-1), scores.argmax(dim=-1)
+    _draw(scores, rows, token_ids, torch.isfinite(norms) & torch.isfinite(best), draw_rows)
+    logprobs = raw.gather(1, token_ids[:, None])[:, 0] - norms
+    answers = torch.stack([column.double() for column in (norms, best, token_ids, logprobs)], dim=1).tolist()
+    tops = _asked_tops(raw, norms, rows)
+    return [
+        _fault(norm, top_score, reasons.get(index)) or Chosen(int(token_id), logprob, tops.get(index, ()))
+        for index, (norm, top_score, token_id, logprob) in enumerate(answers)
     ]
-    return _with_logprobs(raw, norms, rows, picks)
+
+
+def has_filters(sampling: Sampling) -> bool:
+    """Whether a row with these parameters is drawn among some of the ids only: `DrawRows` cannot."""
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def log_probabilities(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[tuple[float, TopLogprobs]]:
@@ -57,39 +83,54 @@ def log_probabilities(logits: Tensor, token_ids: Sequence[int], num_top: int) ->
     return list(zip(chosen.tolist(), tops, strict=True))
 
 
-def _pick(scores: Tensor, rows: Sequence[SampledRow], is_sound: Sequence[bool]) -> list[int | RowFailed]:
-    """Return a token per row of processed logits, or why there is none; anything for a row that is not sound."""
-    best = scores.amax(dim=-1).tolist()
-    picks: list[int | RowFailed] = [
-        NOTHING_ALLOWED if top == -np.inf else OVERFLOW if top == np.inf else token
-        for top, token in zip(best, scores.argmax(dim=-1).tolist(), strict=True)
-    ]
-    drawn = [
-        index
-        for index, row in enumerate(rows)
-        if is_sound[index] and not row.sampling.is_greedy and not isinstance(picks[index], RowFailed)
-    ]
-    if drawn:
-        host = scores.cpu().numpy()
-        tokens = draw([host[index] for index in drawn], [rows[index] for index in drawn])
-        for index, token in zip(drawn, tokens, strict=True):
-            picks[index] = token
-    return picks
+def _fault(norm: float, best: float, reason: str | None) -> RowFailed | None:
+    """Return why a row gets no token: `norm` of its logits, its `best` processed logit, and its matcher's reason."""
+    if not math.isfinite(norm):
+        return BROKEN_LOGITS
+    if reason is not None:
+        return RowFailed(reason, is_final=True)
+    return {-math.inf: NOTHING_ALLOWED, math.inf: OVERFLOW}.get(best)
 
 
-def _with_logprobs(
-    raw: Tensor, norms: Tensor, rows: Sequence[SampledRow], picks: Sequence[int | RowFailed]
-) -> list[Choice]:
-    token_ids = torch.tensor([0 if isinstance(pick, RowFailed) else pick for pick in picks], device=raw.device)
-    logprobs = (raw.gather(1, token_ids[:, None])[:, 0] - norms).tolist()
+def _draw(
+    scores: Tensor, rows: Sequence[SampledRow], token_ids: Tensor, can_draw: Tensor, draw_rows: DrawRows | None
+) -> None:
+    """Put the drawn ids of rows that are not greedy into `token_ids` [rows], which holds the most likely ones.
+
+    Rows that `can_draw` [rows] leaves out keep theirs; `scores` [rows, vocabulary] are processed.
+    """
+    drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
+    on_device = [index for index in drawn if draw_rows is not None and not has_filters(rows[index].sampling)]
+    if draw_rows is not None and on_device:
+        places = torch.tensor(on_device, device=scores.device)
+        some = scores if len(on_device) == len(rows) else scores[places]
+        found = draw_rows(some, [rows[index] for index in on_device])
+        token_ids[places] = torch.where(can_draw[places], found, token_ids[places])
+    if len(on_device) < len(drawn):
+        others = set(drawn) - set(on_device)
+        on_host = [index for index, can in enumerate(can_draw.tolist()) if can and index in others]
+        found_ids = draw(_on_host(scores, on_host), [rows[index] for index in on_host])
+        token_ids[torch.tensor(on_host, dtype=torch.int64, device=scores.device)] = torch.tensor(
+            found_ids, dtype=torch.int64, device=scores.device
+        )
+
+
+def _on_host(scores: Tensor, rows: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Return some rows of `scores` as arrays; of a device's, no others are copied."""
+    if scores.device.type == "cpu":
+        host = scores.numpy()
+        return [host[row] for row in rows]
+    return list(scores[list(rows)].cpu().numpy())
+
+
+def _asked_tops(raw: Tensor, norms: Tensor, rows: Sequence[SampledRow]) -> dict[int, TopLogprobs]:
+    """Return of each row that asks for them the most likely tokens."""
     asking = [index for index, row in enumerate(rows) if row.num_top]
-    most = max((row.num_top for row in rows), default=0)
+    if not asking:
+        return {}
     some = slice(None) if len(asking) == len(rows) else asking  # all of them need no copy
-    tops = dict(zip(asking, _tops(raw[some], norms[some], most), strict=True)) if asking else {}
-    return [
-        pick if isinstance(pick, RowFailed) else Chosen(pick, logprobs[index], tops.get(index, ())[: row.num_top])
-        for index, (row, pick) in enumerate(zip(rows, picks, strict=True))
-    ]
+    tops = _tops(raw[some], norms[some], max(row.num_top for row in rows))
+    return {index: top[: rows[index].num_top] for index, top in zip(asking, tops, strict=True)}
 
 
 def _tops(raw: Tensor, norms: Tensor, num_top: int) -> list[TopLogprobs]:

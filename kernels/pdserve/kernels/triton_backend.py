@@ -1,17 +1,19 @@
-"""The Triton backend: attention, KV write and wire form by our own kernels, and the modules that they replace.
+"""The Triton backend: attention, KV write, wire form and draws by our own kernels, and the modules that they replace.
 
 Imported only when it is chosen, since `triton` is an optional extra. Not run on a GPU yet: docs/kernels.md says what is proven.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.kernels.backends import Backend
+from pdserve.kernels.logits import SampledRow
 from pdserve.kernels.ragged import ChunkRows
 from pdserve.kernels.slots import slots_of
-from pdserve.kernels.triton import kv_write, wire_pack
+from pdserve.kernels.triton import gumbel_max, kv_write, wire_pack
 from pdserve.kernels.triton.cache import PagedCache
 from pdserve.kernels.triton.paged_attention import PagedPlan, paged_attention
 from pdserve.kernels.triton.paged_decode import DecodeRows
@@ -99,6 +101,25 @@ def attend(
     )
 
 
+def draw_rows(scores: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """Answer as `sampling.DrawRows` asks: draw on the device; the rows' parameters are one copy to it."""
+    columns = (
+        np.array([row.sampling.temperature for row in rows], np.float64),
+        np.array([row.sampling.seed for row in rows], np.uint64),
+        np.array([row.position for row in rows], np.int32),
+        np.array([row.sequence for row in rows], np.int32),
+    )
+    packed = torch.from_numpy(np.concatenate([column.view(np.uint8) for column in columns])).to(scores.device)
+    temperatures, seeds, positions, sequences = packed.split([column.nbytes for column in columns])
+    return gumbel_max.draw(
+        scores,
+        temperatures.view(torch.float64),
+        seeds.view(torch.int64),
+        positions.view(torch.int32),
+        sequences.view(torch.int32),
+    )
+
+
 BACKEND = Backend(
     name="triton",
     devices=frozenset({"cuda"}),
@@ -109,4 +130,5 @@ BACKEND = Backend(
     unpack=wire_pack.unpack_layers,
     fuse=fuse_modules,
     static_plan=StaticTritonPlan,
+    draw_rows=draw_rows,
 )
