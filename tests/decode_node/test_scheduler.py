@@ -265,6 +265,17 @@ def test_hold_stops_before_a_token_and_cancel_still_works() -> None:
     assert (target.num_held, target._pool.num_free) == (0, 16)
 
 
+def test_only_a_first_attempt_is_held() -> None:
+    target = scheduler(hold=Hold(HoldStage.DECODING, 2))
+    for number in (1, 2):
+        target.submit(replace(work(number), leg=leg(number, attempt=number)), 0.0)
+        target.opened(transfer(number), 0.0)
+        target.received(transfer(number), (SampledToken(0, 50, -0.5),), 0.0, 0.01, 0.5)
+        target.transfer_closed(transfer(number), 0.5)
+    ran = [session for _ in range(3) for session in step(target)[0]]
+    assert (ran, target.num_held) == ([1, 2, 2, 2], 1)
+
+
 def test_the_tables_answer_what_the_world_may_send() -> None:
     from_the_world = {LegEvent.OPEN, LegEvent.END}
     alive = set(LegStage) - {LegStage.OVER}

@@ -221,6 +221,14 @@ def test_holds_stand_still_and_can_be_cancelled(hold: Hold, expected: list[range
     target.check_invariants()
 
 
+def test_only_a_first_attempt_is_held() -> None:
+    target = scheduler(budget=4, hold=Hold(HoldStage.QUEUED))
+    target.submit(replace(work(1, prompt=4), leg=leg(1, attempt=2)), 0.0)
+    target.granted(transfer(1), 0.0)
+    assert step(target)[0] == [(1, range(4))]
+    assert target.num_held == 0
+
+
 def test_the_table_answers_what_the_world_may_send() -> None:
     from_the_world = {JobEvent.GRANT, JobEvent.END}
     alive = set(JobState) - {JobState.OVER}

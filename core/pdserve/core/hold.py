@@ -1,7 +1,8 @@
 """Places where a process can be made to stand still, so that tests can kill and cancel at an exact stage.
 
 `--hold-at STAGE[:N]` is refused unless the environment says PDSERVE_TEST=1. A held request is simply passed over by its
-scheduler: everything else, cancellation included, goes on. The gauge `held` counts the requests standing at the place.
+scheduler: everything else, cancellation included, goes on. The gauge `held` counts the requests standing at the place. Only a
+first attempt is held, so that a request which lost a node at the place is answered by whichever node gets it next.
 """
 
 import os
@@ -34,9 +35,9 @@ class Hold:
     stage: HoldStage
     after: int = 0
 
-    def at(self, stage: HoldStage, progress: int = 0) -> bool:
-        """Return whether a request at `stage` with `progress` stands still."""
-        return stage is self.stage and progress >= self.after
+    def at(self, stage: HoldStage, attempt: int, progress: int = 0) -> bool:
+        """Return whether a request at `stage` with `progress` stands still; attempts count from 1."""
+        return attempt == 1 and stage is self.stage and progress >= self.after
 
 
 def parse_hold(text: str | None) -> Hold | None:

@@ -401,5 +401,6 @@ class DecodeScheduler:
         return [ReportRelease(work.leg, leg.durations_s)]
 
     def _holds(self, sequence: Sequence) -> bool:
-        sequence.is_held = self._hold is not None and self._hold.at(HoldStage.DECODING, sequence.next_index)
+        attempt = sequence.work.leg.attempt
+        sequence.is_held = self._hold is not None and self._hold.at(HoldStage.DECODING, attempt, sequence.next_index)
         return sequence.is_held

@@ -337,7 +337,7 @@ class PrefillScheduler:
         return [ReportRelease(job.work.leg, job.durations_s, job.kv_bytes, job.kv_frames)]
 
     def _holds(self, job: Job, stage: HoldStage, progress: int = 0) -> bool:
-        job.is_held = self._hold is not None and self._hold.at(stage, progress)
+        job.is_held = self._hold is not None and self._hold.at(stage, job.work.leg.attempt, progress)
         return job.is_held
 
 
