@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3": 1}
 SMALL_DTYPES = ("int8", "float8_e4m3")
@@ -50,18 +51,30 @@ class KvLayout:
 
     def layer_token_bytes(self, layer: int) -> int:
         """Return bytes of one token position (K and V) in `layer`."""
-        shape = self.layers[layer]
-        scales = 2 * SCALE_BYTES if self.dtype in SMALL_DTYPES else 0
-        return shape.num_kv_heads * ((shape.key_dim + shape.value_dim) * self.itemsize + scales)
+        return self.bytes_before[layer + 1] - self.bytes_before[layer]
 
     def range_bytes(self, layers: range, num_tokens: int) -> int:
-        """Return bytes of `num_tokens` positions in every layer of `layers`."""
-        return num_tokens * sum(self.layer_token_bytes(layer) for layer in layers)
+        """Return bytes of `num_tokens` positions in every layer of `layers`, which are consecutive."""
+        return num_tokens * (self.bytes_before[layers.stop] - self.bytes_before[layers.start])
 
     @cached_property
+    def bytes_before(self) -> tuple[int, ...]:
+        """Bytes of one token position in the layers before each, and last in all."""
+        scales = 2 * SCALE_BYTES if self.dtype in SMALL_DTYPES else 0
+        sizes = (
+            shape.num_kv_heads * ((shape.key_dim + shape.value_dim) * self.itemsize + scales) for shape in self.layers
+        )
+        return tuple(accumulate(sizes, initial=0))
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token position in all layers."""
-        return self.range_bytes(range(self.num_layers), 1)
+        return self.bytes_before[-1]
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window, tokens."""
+        return tuple(shape.window for shape in self.layers)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

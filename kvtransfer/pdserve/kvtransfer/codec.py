@@ -3,6 +3,7 @@
 Strict both ways: what does not fit is refused on encoding, and every malformed input is a `FrameError` on decoding.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
@@ -45,6 +46,11 @@ MAX_DETAIL = 1000
 """Characters of a reason or detail that travel; the rest is cut."""
 MAX_BEAT_IDS = 1024
 """Most transfer ids in one BEAT."""
+
+_ATTEMPT_AND_COUNT = struct.Struct("<II")
+_HEADS = struct.Struct("<HH")
+_BYTES_AND_DIGEST = struct.Struct("<IQ")
+_TOKEN = struct.Struct("<HII")
 
 N = TypeVar("N", bound=IntEnum)
 
@@ -266,31 +272,27 @@ def _write_grant(w: FrameWriter, m: Grant) -> None:
 
 def _write_data(w: FrameWriter, m: Data) -> None:
     w.raw(m.transfer_id, ID_BYTES)
-    w.number("I", m.attempt)
-    w.number("I", m.sequence)
+    w.numbers(_ATTEMPT_AND_COUNT, m.attempt, m.sequence)
     w.span(m.layers)
     w.span(m.tokens)
-    w.number("H", m.heads[0])
-    w.number("H", m.heads[1])
+    w.numbers(_HEADS, *m.heads)
     w.text(m.dtype)
-    w.number("I", m.num_bytes)
-    w.number("Q", m.checksum)
+    w.numbers(_BYTES_AND_DIGEST, m.num_bytes, m.checksum)
 
 
 def _read_data(r: FrameReader) -> Data:
-    transfer_id, attempt, sequence = _transfer_id(r), r.integer("I"), r.integer("I")
+    transfer_id, (attempt, sequence) = _transfer_id(r), r.integers(_ATTEMPT_AND_COUNT)
     layers, tokens = r.span(), r.span()
-    heads = (r.integer("H"), r.integer("H"))
-    dtype, num_bytes, digest = r.text(), r.integer("I"), r.integer("Q")
+    first_head, end_head = r.integers(_HEADS)
+    dtype, (num_bytes, digest) = r.text(), r.integers(_BYTES_AND_DIGEST)
     if not 0 < num_bytes <= MAX_FRAME_BYTES:
         raise FrameError(f"payload: {num_bytes} bytes, must be 1 to {MAX_FRAME_BYTES}")
-    return Data(transfer_id, attempt, sequence, layers, tokens, dtype, num_bytes, digest, heads)
+    return Data(transfer_id, attempt, sequence, layers, tokens, dtype, num_bytes, digest, (first_head, end_head))
 
 
 def _write_commit(w: FrameWriter, m: Commit) -> None:
     w.raw(m.transfer_id, ID_BYTES)
-    w.number("I", m.attempt)
-    w.number("I", m.num_frames)
+    w.numbers(_ATTEMPT_AND_COUNT, m.attempt, m.num_frames)
     _count(w, len(m.tokens))
     for token in m.tokens:
         _write_token(w, token)
@@ -301,15 +303,13 @@ def _write_commit(w: FrameWriter, m: Commit) -> None:
 
 
 def _read_commit(r: FrameReader) -> Commit:
-    transfer_id, attempt, num_frames = _transfer_id(r), r.integer("I"), r.integer("I")
+    transfer_id, (attempt, num_frames) = _transfer_id(r), r.integers(_ATTEMPT_AND_COUNT)
     tokens = r.many(partial(_read_token, r))
     return Commit(transfer_id, attempt, num_frames, tokens, dict(r.many(lambda: (r.text(), r.real()))))
 
 
 def _write_token(w: FrameWriter, token: SampledToken) -> None:
-    w.number("H", token.sequence)
-    w.number("I", token.index)
-    w.number("I", token.token_id)
+    w.numbers(_TOKEN, token.sequence, token.index, token.token_id)
     w.number("d", token.logprob)
     w.number("B", token.finish_reason or 0)
     _count(w, len(token.top))
@@ -319,7 +319,7 @@ def _write_token(w: FrameWriter, token: SampledToken) -> None:
 
 
 def _read_token(r: FrameReader) -> SampledToken:
-    sequence, index, token_id, logprob = r.integer("H"), r.integer("I"), r.integer("I"), r.real()
+    (sequence, index, token_id), logprob = r.integers(_TOKEN), r.real()
     reason = r.integer("B")
     if reason and reason not in FinishReason.__members__.values():
         raise FrameError(f"finish reason: {reason} is unknown")

@@ -23,7 +23,21 @@ class FairLock:
         """Whether somebody waits for it, or is just taking it."""
         return self._next.locked()
 
+    def pass_on(self) -> None:
+        """Give it to who waits for it, if somebody does, and take it back. Only for its holder."""
+        if self.is_wanted:
+            self._release()
+            self._acquire()
+
     def __enter__(self) -> None:
+        self._acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def _acquire(self) -> None:
         mine = threading.get_ident()
         if self._owner == mine:
             raise InternalError("a lock was taken twice; was a service looked at from within its own event?")
@@ -31,8 +45,6 @@ class FairLock:
             self._lock.acquire()
         self._owner = mine
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _release(self) -> None:
         self._owner = None
         self._lock.release()

@@ -4,6 +4,7 @@ As each layer of a chunk is computed its range becomes ready. Consecutive layers
 reaches `FILL_BYTES`; no frame is longer than `MAX_FRAME_BYTES`.
 """
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -94,14 +95,11 @@ class FramePlanner:
 
     def _cut(self, layers: range, tokens: range) -> FrameRange:
         """Return the longest leading part that fits: whole layers, or some tokens of the first layer."""
-        num_bytes, stop = 0, layers.start
-        while stop < layers.stop:
-            more = self._layout.layer_token_bytes(stop) * len(tokens)
-            if num_bytes + more > MAX_FRAME_BYTES:
-                break
-            num_bytes, stop = num_bytes + more, stop + 1
-        if stop > layers.start:
-            return FrameRange(range(layers.start, stop), tokens, num_bytes)
+        before = self._layout.bytes_before
+        fits = before[layers.start] + MAX_FRAME_BYTES // len(tokens)
+        whole = range(layers.start, min(layers.stop, bisect_right(before, fits) - 1))
+        if whole:
+            return FrameRange(whole, tokens, self._layout.range_bytes(whole, len(tokens)))
         per_token = self._layout.layer_token_bytes(layers.start)
         fitting = range(tokens.start, tokens.start + MAX_FRAME_BYTES // per_token)
         return FrameRange(range(layers.start, layers.start + 1), fitting, len(fitting) * per_token)

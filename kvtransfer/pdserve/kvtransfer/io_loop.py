@@ -101,7 +101,7 @@ class IoLoop:
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.lock = FairLock()
-        """Held while machines run, for one event, command or piece of work at a time; others take it to look at them."""
+        """Held while machines run; passed on between two events, commands or pieces of work to who wants to look at them."""
         self.num_errors = 0
         """Exceptions that should not have happened; each is logged."""
 
@@ -173,33 +173,31 @@ class IoLoop:
             self._finish(channel, broken_by)
 
     def _run(self, channel: Channel) -> None:
-        now_s = self._clock.now_s()
+        now_s, due_s = self._clock.now_s(), None
         may_do_more = True
         while not self._is_stopping:
-            timeout_s = self._timeout_s(now_s, may_do_more)
+            timeout_s = self._timeout_s(due_s, now_s, may_do_more)
             planned_s = None if timeout_s is None else now_s + timeout_s
             events = channel.poll(timeout_s)
             now_s = self._clock.now_s()
-            if planned_s is not None and now_s - planned_s > _LATE_S:
-                with self.lock:
-                    self._machinery.extend_leases(now_s - planned_s)
-            # Commands first: what a node asked for before a message was sent is done before the message is handled.
-            self._is_woken = False
-            for _ in range(len(self._commands)):
-                self._guard(self._commands.popleft(), now_s)
-            for event in events:
-                self._guard(partial(self._machinery.handle, event), now_s)
-            if len(events) < MAX_BATCH:
-                self._guard(self._machinery.expire, now_s)
-            may_do_more = self._work() or len(events) == MAX_BATCH
             with self.lock:
+                if planned_s is not None and now_s - planned_s > _LATE_S:
+                    self._machinery.extend_leases(now_s - planned_s)
+                # Commands first: what a node asked for before a message was sent is done before the message is handled.
+                self._is_woken = False
+                for _ in range(len(self._commands)):
+                    self._guard(self._commands.popleft(), now_s)
+                for event in events:
+                    self._guard(partial(self._machinery.handle, event), now_s)
+                if len(events) < MAX_BATCH:
+                    self._guard(self._machinery.expire, now_s)
+                may_do_more = self._work() or len(events) == MAX_BATCH
                 self._machinery.publish()
+                due_s = self._machinery.next_due_s()
 
-    def _timeout_s(self, now_s: float, may_do_more: bool) -> float | None:
+    def _timeout_s(self, due_s: float | None, now_s: float, may_do_more: bool) -> float | None:
         if may_do_more or self._commands:
             return 0.0
-        with self.lock:
-            due_s = self._machinery.next_due_s()
         return None if due_s is None else max(0.0, due_s - now_s)
 
     def _work(self) -> bool:
@@ -218,14 +216,17 @@ class IoLoop:
         return may_do_more
 
     def _guard(self, act: Command, now_s: float) -> None:
-        """Run one thing and what follows from it. An error of ours fails that thing; deadlines end what it left behind."""
-        with self.lock:
-            try:
-                act(now_s)
-                self._machinery.carry_out(now_s)
-            except Exception:
-                self.num_errors += 1
-                _logger.exception("%s: an event could not be handled", self._thread.name)
+        """Run one thing and what follows from it, the lock held; then pass that on.
+
+        An error of ours fails that thing; deadlines end what it left behind.
+        """
+        try:
+            act(now_s)
+            self._machinery.carry_out(now_s)
+        except Exception:
+            self.num_errors += 1
+            _logger.exception("%s: an event could not be handled", self._thread.name)
+        self.lock.pass_on()
 
     def _close_door(self, ended_by: str) -> None:
         with self._door:
@@ -235,11 +236,12 @@ class IoLoop:
         """Let nothing in any more, and end what is there: in words to the peers if the channel still carries them."""
         self._close_door(CORRIDOR_BROKEN if broken_by else SHUTDOWN)
         now_s = self._clock.now_s()
-        while self._commands:
-            self._guard(self._commands.popleft(), now_s)
-        self._guard(partial(self._machinery.end, broken_by), now_s)
-        # A channel that carries nothing keeps no event from the node.
-        self._machinery.drop_channel()
-        self._guard(lambda _: None, now_s)
-        self._guard(lambda _: channel.close(), now_s)
-        self._machinery.publish()
+        with self.lock:
+            while self._commands:
+                self._guard(self._commands.popleft(), now_s)
+            self._guard(partial(self._machinery.end, broken_by), now_s)
+            # A channel that carries nothing keeps no event from the node.
+            self._machinery.drop_channel()
+            self._guard(lambda _: None, now_s)
+            self._guard(lambda _: channel.close(), now_s)
+            self._machinery.publish()

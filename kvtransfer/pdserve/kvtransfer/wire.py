@@ -18,6 +18,10 @@ MAX_HEADER_BYTES = 64 << 10
 
 T = TypeVar("T")
 
+_NUMBERS = {code: struct.Struct("<" + code) for code in "BHIQ"}
+_REAL = struct.Struct("<d")
+_SPAN = struct.Struct("<II")
+
 
 class FrameError(ValueError):
     """Bytes that are no frame of this protocol; the message names what is wrong with them."""
@@ -42,6 +46,13 @@ class FrameWriter:
         except struct.error as error:
             raise FrameError(f"{value!r} does not fit a field of type {code}: {error}") from error
 
+    def numbers(self, layout: struct.Struct, *values: int) -> None:
+        """Append consecutive numbers; raise FrameError if one does not fit its field."""
+        try:
+            self._parts += layout.pack(*values)
+        except struct.error as error:
+            raise FrameError(f"{values} do not fit fields of types {layout.format}: {error}") from error
+
     def flag(self, value: bool) -> None:
         """Append a truth value, one byte."""
         self._parts.append(int(value))
@@ -62,8 +73,7 @@ class FrameWriter:
 
     def span(self, value: range) -> None:
         """Append a half-open range, two 32-bit numbers."""
-        self.number("I", value.start)
-        self.number("I", value.stop)
+        self.numbers(_SPAN, value.start, value.stop)
 
     def seal(self) -> bytes:
         """Return the finished frame; raise FrameError if it is longer than any receiver accepts."""
@@ -84,7 +94,7 @@ class FrameReader:
         if data[: len(MAGIC)] != MAGIC:
             raise FrameError("magic: not a frame of this protocol")
         self._data = data[:-SEAL_BYTES]
-        if struct.pack("<Q", xxhash.xxh3_64_intdigest(self._data)) != data[-SEAL_BYTES:]:
+        if xxhash.xxh3_64_intdigest(self._data) != int.from_bytes(data[-SEAL_BYTES:], "little"):
             raise FrameError("seal: the frame's checksum does not match")
         self.kind = data[len(MAGIC)]
         self._at = len(MAGIC) + 1
@@ -100,13 +110,15 @@ class FrameReader:
 
     def integer(self, code: str) -> int:
         """Read one unsigned integer by its `struct` code (B, H, I, Q)."""
-        layout = "<" + code
-        value: int = struct.unpack(layout, self.raw(struct.calcsize(layout)))[0]
-        return value
+        return self.integers(_NUMBERS[code])[0]
+
+    def integers(self, layout: struct.Struct) -> tuple[int, ...]:
+        """Read consecutive unsigned integers."""
+        return layout.unpack(self.raw(layout.size))
 
     def real(self) -> float:
         """Read a finite 64-bit float."""
-        value: float = struct.unpack("<d", self.raw(8))[0]
+        value: float = _REAL.unpack(self.raw(_REAL.size))[0]
         if not math.isfinite(value):
             raise FrameError(f"number: {value} is not finite")
         return value
@@ -127,7 +139,7 @@ class FrameReader:
 
     def span(self) -> range:
         """Read a non-empty half-open range."""
-        start, stop = self.integer("I"), self.integer("I")
+        start, stop = self.integers(_SPAN)
         if start >= stop:
             raise FrameError(f"range: [{start}, {stop}) is empty")
         return range(start, stop)

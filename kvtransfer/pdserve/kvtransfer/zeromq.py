@@ -316,10 +316,10 @@ class ZeroMqChannel:
     def _received(socket: "zmq.Socket[bytes]") -> Iterator[list[zmq.Frame]]:
         """Yield up to a batch of messages, of each only the first frames."""
         for _ in range(MAX_BATCH):
-            try:
-                frames = [socket.recv(zmq.DONTWAIT, copy=False)]
-            except zmq.Again:
+            # Asking first costs a fifth of the exception that an empty socket answers with.
+            if not _is_readable(socket):
                 return
+            frames = [socket.recv(zmq.DONTWAIT, copy=False)]
             while frames[-1].more:
                 frame = socket.recv(zmq.DONTWAIT, copy=False)
                 if len(frames) <= MAX_FRAMES:
@@ -331,12 +331,8 @@ class ZeroMqChannel:
     @staticmethod
     def _monitored(monitor: "zmq.Socket[bytes]") -> Iterator[tuple[int, int]]:
         """Yield (event, value) of a monitor; the value of a loss is the file descriptor."""
-        while True:
-            try:
-                frames = monitor.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            event, value = struct.unpack("<HI", frames[0])
+        while _is_readable(monitor):
+            event, value = struct.unpack("<HI", monitor.recv_multipart(zmq.DONTWAIT)[0])
             yield event, value
 
     def _next_batch(self) -> list[ChannelEvent]:
@@ -344,6 +340,8 @@ class ZeroMqChannel:
 
     def _reap(self) -> bool:
         """Tell the owners of payloads that libzmq is done with; return whether there were any."""
+        if not self._lent:
+            return False
         done = [lent for lent in self._lent if lent.tracker.done]
         if done:
             self._lent = [lent for lent in self._lent if lent not in done]
@@ -351,3 +349,7 @@ class ZeroMqChannel:
             for lent in done:
                 lent.on_released()
         return bool(done)
+
+
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
