@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -126,6 +127,62 @@ def test_prompt_that_is_no_text_is_told_as_that(prompt: str, given: bytes) -> No
     )
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == b"error: the prompt is not valid UTF-8 (byte 3)\n"
+
+
+def test_ctrl_c_before_anything_is_loaded_is_no_traceback() -> None:
+    """A second's patience was not there: the imports were shown."""
+    code = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pdserve.cli.app":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from pdserve.cli.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.INTERRUPTED, "error: interrupted\n")
+
+
+@pytest.mark.asyncio
+async def test_closed_streams_take_nothing_and_change_nothing() -> None:
+    """`pdserve … >&-` was told as a fault of pdserve's, and the stream's number would have gone to a socket."""
+    closing = "import os, sys; os.close(0); os.close(1); os.execv(sys.argv[1], sys.argv[1:])"
+    async with stub_router() as (_, address):
+        command = (sys.executable, "-c", closing, *PDSERVE, "generate", "hi", "--server", address)
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(DEADLINE_S):
+            _, told = await process.communicate()
+        assert (process.returncode, told) == (ExitCode.OK, b"")
+
+
+@pytest.fixture
+def full_disk() -> Iterator[IO[str]]:
+    if not Path("/dev/full").exists():
+        pytest.skip("/dev/full is a device of Linux")
+    with Path("/dev/full").open("w") as full:
+        yield full
+
+
+@pytest.mark.asyncio
+async def test_full_disk_is_told_as_that(full_disk: IO[str]) -> None:
+    async with stub_router() as (_, address):
+        process = await asyncio.create_subprocess_exec(
+            *PDSERVE, "generate", "hi", "--server", address, stdout=full_disk, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            _, told = await process.communicate()
+        assert process.returncode == ExitCode.FAILED
+        assert told.startswith(b"error: cannot write: No space left on device\nhint: make room")
+
+
+def test_letters_that_an_encoding_lacks_are_escaped() -> None:
+    done = pdserve("doctor", PYTHONIOENCODING="ascii", PDSERVE_CAFE="é")
+    assert "\\u2192" in done.stdout + done.stderr
+    assert "itself failed" not in done.stderr
 
 
 def test_busy_port_is_a_named_error(busy_port: int) -> None:

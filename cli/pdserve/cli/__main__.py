@@ -4,12 +4,22 @@ import sys
 import traceback
 
 from pdserve.cli.parent import die_with_parent
+from pdserve.cli.streams import is_write_fault, open_streams
+
+INTERRUPTED = 130
+"""`ExitCode.INTERRUPTED`, which is not to be imported before Ctrl-C is caught."""
 
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    die_with_parent()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        open_streams()
+        die_with_parent()
+        status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        status = INTERRUPTED
+    sys.exit(status)
 
 
 def run(arguments: list[str]) -> int:
@@ -31,9 +41,16 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last place that can tell the user about a fault of ours
         if is_debug():
             traceback.print_exc()
-        show_error(f"pdserve itself failed: {type(error).__name__}: {error}", "run again with --debug and report it")
+        show_error(*words_of(error))
         return ExitCode.FAILED
     return ExitCode.OK
+
+
+def words_of(error: Exception) -> tuple[str, str]:
+    """Return what to say of an error that no command names, and what to do."""
+    if isinstance(error, OSError) and is_write_fault(error):
+        return f"cannot write: {error.strerror}", "make room where the output goes, and in the cache (`pdserve doctor`)"
+    return f"pdserve itself failed: {type(error).__name__}: {error}", "run again with --debug and report it"
 
 
 if __name__ == "__main__":
