@@ -20,6 +20,8 @@ from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.holding import HoldingChannel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
+from pdserve.kvtransfer.nixl_channel import NixlChannel
+from pdserve.kvtransfer.nixl_engine import INSTALL, NixlAgent, installed_package
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
@@ -53,8 +55,8 @@ class End:
             if len(found) >= num:
                 return found[num - 1]
             assert time.monotonic() < deadline_s, f"no {kind.__name__}: {self.events}"
-            both = (HoldingChannel, SharedMemoryChannel)
-            holders = [end for end in END_OF.values() if end is not self and isinstance(end.channel, both)]
+            kinds = (HoldingChannel, SharedMemoryChannel, NixlChannel)
+            holders = [end for end in END_OF.values() if end is not self and isinstance(end.channel, kinds)]
             batch = self.channel.poll(0.001 if holders else 1.0)
             assert len(batch) <= MAX_BATCH
             self.events += batch
@@ -72,11 +74,19 @@ def decorated(channel: Channel, decorator: str) -> Channel:
         case "shared":
             assert isinstance(channel, ZeroMqChannel)
             return SharedMemoryChannel(channel, SystemClock())
+        case "nixl":
+            return NixlChannel(channel, NixlAgent(), SystemClock(), b"the cluster secret of the suite")
     return channel
 
 
+NIXL = pytest.param(
+    "zeromq-nixl",
+    marks=pytest.mark.skipif(installed_package() is None, reason=f"NIXL is not installed ({INSTALL})"),
+)
+
+
 @pytest.fixture(
-    params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty", "curve", "zeromq-shared"]
+    params=["inprocess", "zeromq", "inprocess-shaped", "zeromq-shaped", "zeromq-faulty", "curve", "zeromq-shared", NIXL]
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[], Channel]]:
     network, made = InProcessNetwork(), list[Channel]()
