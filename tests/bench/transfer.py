@@ -5,6 +5,7 @@ Prints one JSON record, and the gates with their outcome; ends with status 1 if 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -51,6 +52,16 @@ CHANNELS: dict[str, tuple[MakeChannel, Copies]] = {
     "shared memory": (shared_memory, Copies(packs=True, places=False)),
     "tcp, CURVE": (encrypted, Copies(packs=False, places=False)),
 }
+ROWS = {
+    row: (make_channel, copies)
+    for name, (make_channel, bare) in CHANNELS.items()
+    for row, copies in ((name, bare), (f"{name}, with the pools' copies", Copies()))
+}
+IN_FLIGHT = 8
+"""Transfers between OPEN and ACK at once, as on a node under load."""
+ROUND_BYTES = 64 << 20
+LONE = 5
+"""Transfers of a round that are moved one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +89,68 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - progress
 
 
-def rates(num_transfers: int) -> tuple[dict[str, object], list[Gate]]:
-    """Measure raw TCP and every channel at every size, turn by turn, so that a busy moment hits all alike."""
+def rates(num_rounds: int) -> tuple[dict[str, object], list[Gate]]:
+    """Measure raw TCP and every channel at every size, in rounds turn by turn, so that a busy moment hits all alike."""
     found: dict[str, object] = {"memcpy_gb_per_s": round(memcpy_bytes_per_s() / 1e9, 2)}
     gates: list[Gate] = []
     for size, num_tokens in SIZES.items():
         say(f"rates at {size} …")
-        num_bytes = LLAMA_8B.range_bytes(range(32), num_tokens)
-        num = max(5, min(num_transfers, (2 << 30) // num_bytes))
-        raw = raw_tcp(num_bytes, num)
-        row: dict[str, object] = {"raw TCP": _row(raw)}
-        for name, (make_channel, bare) in CHANNELS.items():
-            for what, copies in ((name, bare), (f"{name}, with the pools' copies", Copies())):
-                with corridor(LLAMA_8B, make_channel, copies) as both:
-                    both.series(num_tokens, 2)
-                    taken = both.series(num_tokens, num)
-                row[what] = _row(taken) | {"of_raw": round(taken.bytes_per_s / raw.bytes_per_s, 2)}
-                gates += _gates(name, size, taken, raw) if what == name else []
+        row, more = _rates_at(size, num_tokens, num_rounds)
         found[size] = row
+        gates += more
     return found, gates
 
 
-def _row(taken: Taken) -> dict[str, object]:
-    rates = {"gb_per_s": round(taken.bytes_per_s / 1e9, 2), "gb_per_s_median": round(taken.rate_at(0.5) / 1e9, 2)}
-    return {**rates, "cpu_s_per_gb": round(taken.cpu_s_per_gb, 2)}
+def _rates_at(size: str, num_tokens: int, num_rounds: int) -> tuple[dict[str, object], list[Gate]]:
+    num_bytes = LLAMA_8B.range_bytes(range(32), num_tokens)
+    num = max(2 * IN_FLIGHT, ROUND_BYTES // num_bytes)
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(raw_tcp(num_bytes))
+        corridors = {
+            name: stack.enter_context(corridor(LLAMA_8B, make_channel, copies))
+            for name, (make_channel, copies) in ROWS.items()
+        }
+        raws, rounds, alone = [], {name: list[Taken]() for name in ROWS}, {name: list[float]() for name in ROWS}
+        raw_alone = []
+        for number in range(num_rounds + 1):
+            taken_raw = raw.round(num, IN_FLIGHT)
+            lone_raw = raw.round(LONE, 1).wall_s / LONE
+            taken = {name: both.round(num_tokens, num, IN_FLIGHT) for name, both in corridors.items()}
+            lone = {name: median(both.alone(num_tokens, LONE)) for name, both in corridors.items()}
+            if number == 0:  # caches, page tables and windows are warm after it
+                continue
+            raws.append(taken_raw)
+            raw_alone.append(lone_raw)
+            for name in ROWS:
+                rounds[name].append(taken[name])
+                alone[name].append(lone[name])
+    row: dict[str, object] = {"raw TCP": _row(raws, raw_alone)}
+    gates: list[Gate] = []
+    for name in ROWS:
+        of_raw = median(mine.bytes_per_s / theirs.bytes_per_s for mine, theirs in zip(rounds[name], raws, strict=True))
+        cpu = median(mine.cpu_s_per_gb / theirs.cpu_s_per_gb for mine, theirs in zip(rounds[name], raws, strict=True))
+        lone_of_raw = median(theirs / mine for mine, theirs in zip(alone[name], raw_alone, strict=True))
+        ratios = {"of_raw": of_raw, "cpu_of_raw": cpu, "alone_of_raw": lone_of_raw}
+        row[name] = _row(rounds[name], alone[name]) | {key: round(value, 2) for key, value in ratios.items()}
+        gates += _gates(name, size, of_raw, cpu)
+    return row, gates
 
 
-def _gates(name: str, size: str, taken: Taken, raw: Taken) -> list[Gate]:
-    ratio = taken.bytes_per_s / raw.bytes_per_s
+def _row(rounds: list[Taken], alone_s: list[float]) -> dict[str, object]:
+    return {
+        "gb_per_s": round(median(taken.bytes_per_s for taken in rounds) / 1e9, 2),
+        "cpu_s_per_gb": round(median(taken.cpu_s_per_gb for taken in rounds), 2),
+        "alone_ms": round(1000 * median(alone_s), 2),
+    }
+
+
+def _gates(name: str, size: str, of_raw: float, cpu: float) -> list[Gate]:
     is_small = size == "1 MiB"
     if name == "tcp":
-        cpu = taken.cpu_s_per_gb / raw.cpu_s_per_gb
-        gates = [Gate(f"tcp of raw TCP at {size}", ratio, at_least=0.55 if is_small else 0.65)]
+        gates = [Gate(f"tcp of raw TCP at {size}", of_raw, at_least=0.55 if is_small else 0.65)]
         return gates if is_small else [*gates, Gate(f"CPU of tcp, of raw TCP's, at {size}", cpu, at_most=2.0)]
     if name == "shared memory" and not is_small:
-        return [Gate(f"shared memory of raw TCP at {size}", ratio, at_least=1.2)]
+        return [Gate(f"shared memory of raw TCP at {size}", of_raw, at_least=1.2)]
     return []
 
 
@@ -121,8 +159,8 @@ def hidden(layout: KvLayout, repeats: int, make_channel: MakeChannel) -> dict[st
     found: dict[str, object] = {}
     with corridor(layout, make_channel) as both:
         for num_tokens in LENGTHS:
-            both.series(num_tokens, 1)
-            alone_s = median(both.series(num_tokens, repeats).transfers_s)
+            both.alone(num_tokens, 1)
+            alone_s = median(both.alone(num_tokens, repeats))
             row: dict[str, object] = {"alone_ms": round(1000 * alone_s, 1)}
             for factor in (1.25, 4.0):
                 exposed_s = median(both.overlapped(num_tokens, factor * alone_s) for _ in range(repeats))
@@ -168,7 +206,7 @@ def main() -> None:
     record: dict[str, object] = {"machine": describe_machine(), "sharing": _sharing()}
     gates: list[Gate] = []
     if "--rates" in asked:
-        record["rates"], gates = rates(10 if is_quick else 40)
+        record["rates"], gates = rates(3 if is_quick else 7)
     for name, (make_channel, _) in list(CHANNELS.items())[:2] if "--hidden" in asked else []:
         for model, layout in (("SmolLM2", SMOLLM2), ("8B", LLAMA_8B)):
             say(f"hidden share, {model}, {name} …")

@@ -1,7 +1,8 @@
 """The two processes of `make bench-transfer`: this one sends, a child receives. Pools are plain memory.
 
-Packing copies out of a pool and placing copies into one. The bare transport does neither, as raw TCP does not; shared memory
-packs even then, since that is the first of its two copies.
+Both transports move transfers one after another, or with several in flight, as a node under load does. Packing copies out of a
+pool and placing copies into one. The bare transport does neither, as raw TCP does not; shared memory packs even then, since that
+is the first of its two copies.
 
 The child answers commands over a pipe, so that its CPU time can be read apart from this process's own.
 """
@@ -12,9 +13,10 @@ import resource
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
@@ -33,7 +35,6 @@ from pdserve.kvtransfer import (
     TransferSpec,
 )
 from pdserve.kvtransfer.channel import Channel
-from tests.bench.machine import quantile
 from tests.kvtransfer.nodes import FIRST, settings, spec_for
 
 POOL_BYTES = 64 << 20
@@ -87,21 +88,16 @@ class RollingMemory:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a series of transfers took: wall seconds of moving alone, CPU seconds of both processes over the series."""
+    """What a round of transfers took: wall seconds, and CPU seconds of both processes."""
 
     num_bytes: int
     wall_s: float
     cpu_s: float
-    transfers_s: tuple[float, ...] = ()
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of the fastest tenth of the transfers: what else runs on the machine disturbs those least."""
-        return self.rate_at(0.1)
-
-    def rate_at(self, share: float) -> float:
-        """Rate that all but `share` of the transfers stay below."""
-        return self.num_bytes / len(self.transfers_s) / quantile(list(self.transfers_s), share)
+        """Rate of the round."""
+        return self.num_bytes / self.wall_s
 
     @property
     def cpu_s_per_gb(self) -> float:
@@ -117,41 +113,64 @@ def _tcp_child(pipe: Connection, size: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
         connection, _ = listener.accept()
-        pipe.send(cpu_s())
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while _receive_one(connection, memory, size):
-                connection.sendall(b"a")
-    pipe.send(cpu_s())
+            while (num := pipe.recv()) != "end":
+                pipe.send(cpu_s())
+                for _ in range(num):
+                    _receive_one(connection, memory, size)
+                    connection.sendall(b"a")
+                pipe.send(cpu_s())
 
 
-def _receive_one(connection: socket.socket, memory: RollingMemory, size: int) -> bool:
+def _receive_one(connection: socket.socket, memory: RollingMemory, size: int) -> None:
     for at in range(0, size, PIECE_BYTES):
         piece = memory.piece(min(PIECE_BYTES, size - at))
         while piece:
             num = connection.recv_into(piece)
-            if not num:
-                return False
+            assert num, "the connection ended"
             piece = piece[num:]
-    return True
 
 
-def raw_tcp(size: int, num_transfers: int) -> Taken:
-    """Send `num_transfers` times `size` bytes over loopback in pieces of 1 MiB; each is answered with one byte."""
-    memory, walls = RollingMemory(), []
-    with child(_tcp_child, size) as pipe, socket.create_connection(("127.0.0.1", pipe.recv())) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        child_cpu_s, own_cpu_s = pipe.recv(), cpu_s()
+class RawTcp:
+    """One connection over loopback: `size` bytes a transfer, in pieces of 1 MiB; each transfer is answered with one byte."""
+
+    def __init__(self, pipe: Connection, size: int) -> None:
+        self._pipe, self._size, self._memory = pipe, size, RollingMemory()
+        self._connection = socket.create_connection(("127.0.0.1", pipe.recv()))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def round(self, num_transfers: int, in_flight: int) -> Taken:
+        """Move transfers, of which `in_flight` may wait for their answers."""
+        self._pipe.send(num_transfers)
+        child_cpu_s, own_cpu_s, begun_s = self._pipe.recv(), cpu_s(), time.perf_counter()
+        num_waiting = 0
         for _ in range(num_transfers):
-            begun_s = time.perf_counter()
-            for at in range(0, size, PIECE_BYTES):
-                connection.sendall(memory.piece(min(PIECE_BYTES, size - at)))
-            assert connection.recv(1) == b"a"
-            walls.append(time.perf_counter() - begun_s)
-        own_cpu_s = cpu_s() - own_cpu_s
-        connection.shutdown(socket.SHUT_WR)
-        child_cpu_s = pipe.recv() - child_cpu_s
-    return Taken(size * num_transfers, sum(walls), own_cpu_s + child_cpu_s, tuple(walls))
+            for at in range(0, self._size, PIECE_BYTES):
+                self._connection.sendall(self._memory.piece(min(PIECE_BYTES, self._size - at)))
+            num_waiting += 1
+            if num_waiting == in_flight:
+                num_waiting -= len(self._connection.recv(in_flight))
+        while num_waiting:
+            num_waiting -= len(self._connection.recv(in_flight))
+        wall_s, own_cpu_s = time.perf_counter() - begun_s, cpu_s() - own_cpu_s
+        return Taken(self._size * num_transfers, wall_s, own_cpu_s + self._pipe.recv() - child_cpu_s)
+
+    def close(self) -> None:
+        """End both."""
+        self._pipe.send("end")
+        self._connection.close()
+
+
+@contextmanager
+def raw_tcp(size: int) -> Iterator[RawTcp]:
+    """Run both ends of a plain connection."""
+    with child(_tcp_child, size) as pipe:
+        both = RawTcp(pipe, size)
+        try:
+            yield both
+        finally:
+            both.close()
 
 
 def memcpy_bytes_per_s() -> float:
@@ -169,7 +188,7 @@ def memcpy_bytes_per_s() -> float:
 
 
 def _decode_child(pipe: Connection, layout: KvLayout, make_channel: MakeChannel, copies: Copies) -> None:
-    """Receive until told to end: a spec is expected and granted as soon as it is opened."""
+    """Receive until told to end: what is in a list of specs is expected, and granted as soon as it is opened."""
     up = threading.Event()
 
     def on_event(event: ReceiveEvent) -> None:
@@ -185,8 +204,8 @@ def _decode_child(pipe: Connection, layout: KvLayout, make_channel: MakeChannel,
     pipe.send((mine.incarnation, service.endpoint))
     service.set_peers(frozenset({pipe.recv()}))
     while (asked := pipe.recv()) != "end":
-        if isinstance(asked, TransferSpec):
-            service.expect(asked)
+        for spec in asked:
+            service.expect(spec)
         pipe.send(cpu_s())
     service.stop()
 
@@ -208,39 +227,63 @@ class Corridor:
         self.service.set_peers({self._peer: endpoint})
         self._wait(PeerUp)
 
-    def granted(self, num_tokens: int) -> TransferId:
+    def expected(self, num_tokens: int, num_transfers: int) -> list[TransferSpec]:
+        """Return transfers that the receiving node was told of, as a router would have."""
+        specs = [spec_for(self._peer, num_tokens) for _ in range(num_transfers)]
+        self._child_cpu_s([replace(spec, peer=self._mine) for spec in specs])
+        return specs
+
+    def granted(self, spec: TransferSpec) -> None:
         """Open a transfer and wait for its grant."""
-        spec = spec_for(self._peer, num_tokens)
-        self._pipe.send(TransferSpec(spec.transfer_id, 1, self._mine, spec.prompt_digest, num_tokens, spec.arrived_s))
-        self._pipe.recv()
         self.service.open(spec)
         self._wait(Granted)
-        return spec.transfer_id
 
-    def finish(self, transfer_id: TransferId) -> Acked:
+    def finish(self, spec: TransferSpec) -> Acked:
         """Commit, and wait for ACK."""
-        self.service.commit(transfer_id, FIRST, {})
+        self.service.commit(spec.transfer_id, FIRST, {})
         return self._wait(Acked)
 
-    def series(self, num_tokens: int, num_transfers: int) -> Taken:
-        """Move transfers one after another, each ready as a whole; grants are not counted."""
-        child_cpu_s, own_cpu_s, walls = self.child_cpu_s(), cpu_s(), []
-        for _ in range(num_transfers):
-            transfer_id = self.granted(num_tokens)
+    def alone(self, num_tokens: int, num_transfers: int) -> list[float]:
+        """Move transfers one after another, each ready as a whole; return the seconds of each from then to ACK."""
+        walls = []
+        for spec in self.expected(num_tokens, num_transfers):
+            self.granted(spec)
             begun_s = time.perf_counter()
-            self.service.mark_ready(transfer_id, range(self._layout.num_layers), range(num_tokens))
-            self.finish(transfer_id)
+            self._ready(spec)
+            self.finish(spec)
             walls.append(time.perf_counter() - begun_s)
-        used_s = cpu_s() - own_cpu_s + self.child_cpu_s() - child_cpu_s
+        return walls
+
+    def round(self, num_tokens: int, num_transfers: int, in_flight: int) -> Taken:
+        """Move transfers, each ready as a whole, from OPEN to ACK, `in_flight` at once."""
+        waiting = deque(self.expected(num_tokens, num_transfers))
+        specs = {spec.transfer_id: spec for spec in waiting}
+        child_cpu_s, own_cpu_s, begun_s = self._child_cpu_s([]), cpu_s(), time.perf_counter()
+        for _ in range(min(in_flight, num_transfers)):
+            self.service.open(waiting.popleft())
+        num_left = num_transfers
+        while num_left:
+            for event in self._next_events():
+                if isinstance(event, Granted):
+                    spec = specs[event.transfer_id]
+                    self._ready(spec)
+                    self.service.commit(spec.transfer_id, FIRST, {})
+                elif isinstance(event, Acked):
+                    num_left -= 1
+                    if waiting:
+                        self.service.open(waiting.popleft())
+                assert not isinstance(event, SendFailed), event
+        wall_s, own_cpu_s = time.perf_counter() - begun_s, cpu_s() - own_cpu_s
         num_bytes = num_transfers * self._layout.range_bytes(range(self._layout.num_layers), num_tokens)
-        return Taken(num_bytes, sum(walls), used_s, tuple(walls))
+        return Taken(num_bytes, wall_s, own_cpu_s + self._child_cpu_s([]) - child_cpu_s)
 
     def overlapped(self, num_tokens: int, compute_s: float, chunk: int = 512) -> float:
         """Move one transfer whose layers become ready over `compute_s`, chunk after chunk; return its exposed seconds.
 
         Computing is waiting here, as it is for the host of an accelerator.
         """
-        transfer_id = self.granted(num_tokens)
+        (spec,) = self.expected(num_tokens, 1)
+        self.granted(spec)
         begun_s, num_layers, done = time.perf_counter(), self._layout.num_layers, 0
         for start in range(0, num_tokens, chunk):
             tokens = range(start, min(start + chunk, num_tokens))
@@ -248,23 +291,33 @@ class Corridor:
                 done += len(tokens)
                 ready_s = begun_s + compute_s * done / (num_tokens * num_layers)
                 time.sleep(max(0.0, ready_s - time.perf_counter()))
-                self.service.mark_ready(transfer_id, range(layer, layer + 1), tokens)
-        return self.finish(transfer_id).stats.exposed_s
-
-    def child_cpu_s(self) -> float:
-        """Return the receiving process's CPU seconds."""
-        self._pipe.send("cpu")
-        return float(self._pipe.recv())
+                self.service.mark_ready(spec.transfer_id, range(layer, layer + 1), tokens)
+        return self.finish(spec).stats.exposed_s
 
     def close(self) -> None:
         """End both."""
         self.service.stop()
         self._pipe.send("end")
 
+    def _ready(self, spec: TransferSpec) -> None:
+        self.service.mark_ready(spec.transfer_id, range(self._layout.num_layers), range(spec.num_tokens))
+
+    def _child_cpu_s(self, specs: list[TransferSpec]) -> float:
+        """Have the receiving process expect `specs`; return its CPU seconds."""
+        self._pipe.send(specs)
+        return float(self._pipe.recv())
+
     def _on_event(self, event: SendEvent) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
+
+    def _next_events(self) -> list[SendEvent]:
+        """Wait for events and return them."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._events, WAIT_S), f"no event within {WAIT_S} s"
+            events, self._events = self._events, []
+        return events
 
     def _wait(self, kind: type[E]) -> E:
         def found() -> list[SendEvent]:

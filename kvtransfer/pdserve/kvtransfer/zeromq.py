@@ -38,6 +38,8 @@ LOSSES: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _NO_HANDSHAKE,
     zmq.Event.HANDSHAKE_FAILED_AUTH: _NO_HANDSHAKE,
 }
+_READABLE = int(zmq.POLLIN)
+_MANY_LENT = 3
 _FIRST_REAP_S = 0.001
 _LAST_REAP_S = 0.016
 
@@ -232,8 +234,12 @@ class ZeroMqChannel:
         self._lent.clear()
 
     def _let_go(self, sign: "weakref.ref[memoryview]") -> None:  # noqa: ARG002 - the signature of such callbacks
-        """End `poll`: a tracker is done. On pyzmq's thread."""
-        self.wake()
+        """End `poll`: a tracker is done. On pyzmq's thread.
+
+        Nobody waits for one of a few; those are found in the next turn, or when it is time to look.
+        """
+        if len(self._lent) >= _MANY_LENT:
+            self.wake()
 
     def _socket(self, kind: int, is_ipv6: bool) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
@@ -352,4 +358,4 @@ class ZeroMqChannel:
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
