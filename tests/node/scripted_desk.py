@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from pdserve.core.identity import Capabilities, Identity
-from pdserve.core.ids import LegKey
+from pdserve.core.ids import Incarnation, LegKey
 from pdserve.core.work import LegOutcome, Work
 from pdserve.node.desk import EngineFacts, Load
 from pdserve.node.legs import Legs
@@ -22,6 +22,8 @@ class ScriptedDesk:
     drained: list[LegKey] = field(default_factory=list)
     peers: tuple[Peer, ...] = ()
     num_waiting: int = 0
+    connected: tuple[Incarnation, ...] = ()
+    fault_of_transfers: str = ""
 
     def facts(self) -> EngineFacts:
         identity = Identity("w" * 64, "Tiny")
@@ -48,7 +50,10 @@ class ScriptedDesk:
         pass
 
     def load(self) -> Load:
-        return Load(self.num_waiting, 0, 0, 8, 8, ())
+        return Load(self.num_waiting, 0, 0, 8, 8, self.connected)
+
+    def transfer_fault(self) -> str:
+        return self.fault_of_transfers
 
     def step_age_s(self) -> float:
         return 0.0

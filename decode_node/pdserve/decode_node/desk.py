@@ -138,10 +138,12 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             case kv.Opened(transfer_id):
                 self._do(scheduler.opened(transfer_id, now_s))
             case kv.Received(transfer_id, tokens, _, stats):
+                self._transfers.worked()
                 self._do(scheduler.received(transfer_id, tokens, stats.grant_wait_s, stats.place_s, now_s))
             case kv.FinishedEarly(transfer_id):
                 self._do(scheduler.finished_early(transfer_id, now_s))
             case kv.ReceiveFailed(transfer_id, reason, detail, busy):
+                self._transfer_failed(reason, busy=busy)
                 self._do(scheduler.transfer_failed(transfer_id, reason, detail, busy=busy, now_s=now_s))
             case kv.ReceiveClosed(transfer_id):
                 self._bound.unbind(transfer_id)

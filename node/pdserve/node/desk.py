@@ -74,6 +74,10 @@ class Desk(Protocol):
         """Return the age of the running step, seconds; 0 when none runs."""
         ...
 
+    def transfer_fault(self) -> str:
+        """Return what keeps transfers from working although peers are connected; "" if nothing is known."""
+        ...
+
     def gauges(self) -> dict[str, float]:
         """Return the role's gauges by name."""
         ...

@@ -20,6 +20,7 @@ from pdserve.node.desk import violations
 from pdserve.node.legs import Legs
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 from pdserve.node.step_loop import StepLoop, StepRecord
+from pdserve.node.transfer_record import TransferRecord
 
 P = TypeVar("P")
 I = TypeVar("I")  # noqa: E741 - an instruction
@@ -113,6 +114,7 @@ class EngineDesk(ABC, Generic[P, I]):
         self._bound = BoundBlocks()
         self._constraints = Constraints(grammars, self._constraint_ready, self._constraint_failed)
         self._connected: set[Incarnation] = set()
+        self._transfers = TransferRecord()
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def _open(self, corridor: Corridor, execute: Callable[[P], StepRecord]) -> None:
@@ -142,6 +144,10 @@ class EngineDesk(ABC, Generic[P, I]):
     def step_age_s(self) -> float:
         """Return the age of the running step, seconds."""
         return self._steps.step_age_s()
+
+    def transfer_fault(self) -> str:
+        """Return what keeps transfers from working, as far as the last ones tell."""
+        return self._transfers.fault(self._clock.now_s())
 
     def gauges(self) -> dict[str, float]:
         """Return the gauges of both roles, and the corridor's."""
@@ -239,6 +245,11 @@ class EngineDesk(ABC, Generic[P, I]):
         else:
             self._connected.discard(event.incarnation)
         self._load_changed()
+
+    def _transfer_failed(self, reason: str, *, busy: bool) -> None:
+        """Remember it, unless there was only no room."""
+        if not busy:
+            self._transfers.failed(reason, self._clock.now_s())
 
     def _do(self, instructions: Sequence[I], *, wake: bool = True) -> None:
         for instruction in instructions:

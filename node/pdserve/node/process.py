@@ -116,12 +116,14 @@ class _Node:
             logger.log(logging.INFO if was_ready else logging.WARNING, f"not ready: {fault}" if fault else "ready")
 
     def _why_not_ready(self) -> str:
-        """Return what keeps the node from serving: a stuck step, a drain, or that there is no peer to transfer to."""
+        """Return what keeps the node from serving: a stuck step, a drain, no peer to transfer to, or transfers that fail."""
         if self._desk.step_age_s() > self._settings.step_limit_s:
             return "a step is stuck"
         if self._servicer.is_draining:
             return "draining"
-        return "" if self._desk.load().connected_peers else "no peer can be transferred to"
+        if not self._desk.load().connected_peers:
+            return "no peer can be transferred to"
+        return self._desk.transfer_fault()
 
     def _leave_at_once(self, why: str) -> None:
         """End the process without waiting for threads that may never end."""

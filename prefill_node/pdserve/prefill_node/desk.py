@@ -131,8 +131,10 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
             case kv.Granted(transfer_id, _):
                 self._do(scheduler.granted(transfer_id, now_s))
             case kv.Acked(transfer_id, stats):
+                self._transfers.worked()
                 self._do(scheduler.acked(transfer_id, stats.exposed_s, stats.stalled_s, now_s))
             case kv.SendFailed(transfer_id, reason, detail, busy):
+                self._transfer_failed(reason, busy=busy)
                 self._do(scheduler.transfer_failed(transfer_id, reason, detail, busy=busy, now_s=now_s))
             case kv.SendClosed(transfer_id, stats):
                 self._bound.unbind(transfer_id)
