@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from pdserve.cli.child import ProcessPlan
-from pdserve.cli.events import JsonReporter
 from pdserve.cli.restarts import RestartPolicy
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterPlan, Supervisor
+from pdserve.cli.up import reporter_of
 
 STUB = Path(__file__).with_name("stub.py")
 
@@ -43,7 +43,7 @@ def stub_plan(
 def main() -> None:
     """Supervise until told to stop."""
     _, router, node, drain_s = sys.argv
-    reporter = JsonReporter()
+    reporter = reporter_of("text", as_json=True)
     supervisor = Supervisor(stub_plan(router, (node,)), reporter, always_ready)
     sys.exit(asyncio.run(supervise(supervisor, reporter, float(drain_s))))
 

@@ -1,10 +1,25 @@
 """How a cluster's events and log lines are shown."""
 
+import errno
+import io
 import json
 
 import pytest
 
-from pdserve.cli.events import Exited, Failed, JsonLogReporter, JsonReporter, Ready, Restarting, json_line
+from pdserve.cli.events import (
+    ConsoleReporter,
+    Event,
+    Exited,
+    Failed,
+    JsonLogReporter,
+    JsonReporter,
+    Ready,
+    Restarting,
+    Stopped,
+    json_line,
+)
+from pdserve.cli.model_steps import ProgressBars
+from pdserve.cli.steady_reporter import SteadyReporter
 
 
 def test_json_log_line_names_its_process_and_keeps_its_fields() -> None:
@@ -62,3 +77,47 @@ def test_restart_says_what_it_means_for_clients() -> None:
     router = Restarting("router", "router", 0.5).line()
     assert "reconnects" not in router
     assert "open requests are lost" in router
+
+
+class FullDisk:
+    """Takes every second line."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._turn = 0
+
+    def event(self, event: Event) -> None:
+        self.log("pdserve", event.line())
+
+    def log(self, name: str, line: str) -> None:
+        self._turn += 1
+        if self._turn % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.lines.append(line)
+
+
+def test_full_disk_loses_lines_and_not_the_cluster() -> None:
+    disk = FullDisk()
+    reporter = SteadyReporter(disk)
+    for _ in range(2):
+        reporter.log("router", "a line")
+        reporter.event(Stopped(drained=True))
+    assert disk.lines == ["stopped", "stopped"]
+
+
+def test_model_that_is_ready_adds_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBars():
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+class ClosedPipe(io.StringIO):
+    """A stream that nobody reads."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_pipe_that_is_closed_is_an_error_and_no_exit() -> None:
+    with pytest.raises(BrokenPipeError):
+        ConsoleReporter(ClosedPipe()).event(Stopped(drained=True))

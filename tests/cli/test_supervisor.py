@@ -351,3 +351,13 @@ def test_second_signal_stops_at_once() -> None:
         assert events_until(process.stdout, "stopped")[-1]["drained"] is False
         assert process.wait(DEADLINE_S) == 130
         assert not any(is_alive(pid) for pid in children)
+
+
+def test_cluster_that_nobody_reads_any_more_drains() -> None:
+    """`pdserve up | head` ended the processes by force, with complaints of asyncio's."""
+    with supervisor_process("normal", "normal") as (process, children):
+        assert process.stdout is not None
+        process.stdout.close()
+        os.kill(children[0], signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == 0
+        assert not any(is_alive(pid) for pid in children)

@@ -11,6 +11,7 @@ from pdserve.cli.cluster_plan import ClusterOptions, plan_cluster
 from pdserve.cli.events import Event
 from pdserve.cli.model_steps import ProgressBars, ready_model
 from pdserve.cli.report import errors_output, output, run_async, show_error
+from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
 from pdserve.core.models import DEFAULT_MODEL
@@ -45,7 +46,8 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     from pdserve.cli.timeline_view import timeline_view
     from pdserve.client import Chat, Options, Turn
 
-    probe, reporter = RouterProbe(), DemoReporter()
+    probe, shown = RouterProbe(), DemoReporter()
+    reporter = SteadyReporter(shown)
     errors_output().print("starting a router, a prefill node and a decode node", style="dim")
     supervisor = Supervisor(plan, reporter, probe)
 
@@ -60,8 +62,10 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
 
     try:
         return await supervise(supervisor, reporter, plan.drain_s, work)
+    except BrokenPipeError:
+        raise
     except BaseException:
-        reporter.show_tail()
+        shown.show_tail()
         raise
     finally:
         await probe.close()

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Protocol, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
-from pdserve.cli.report import write_json
+from pdserve.cli.report import PipeConsole, write_json
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
@@ -213,7 +212,7 @@ class ConsoleReporter:
     """One stream for people: a coloured prefix per process, events under the name `pdserve`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = PipeConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._colours: dict[str, str] = {"pdserve": "bold"}
 
     def event(self, event: Event) -> None:

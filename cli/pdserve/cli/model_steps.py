@@ -63,7 +63,8 @@ class ProgressBars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        if self._is_terminal:
+            self._bars.stop()
 
     def __call__(self, stage: str, fraction: float) -> None:
         """Show that `stage` is done to `fraction`, 0 to 1."""

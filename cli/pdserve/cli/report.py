@@ -23,14 +23,23 @@ def is_debug() -> bool:
     return os.environ.get("PDSERVE_DEBUG") == "1"
 
 
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError like any stream; rich's own ends the process from wherever it stands."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise what was caught."""
+        self.quiet = True
+        raise  # noqa: PLE0704 - rich calls this while it handles a BrokenPipeError
+
+
 def output() -> Console:
     """Return the console of results; as wide as the terminal, or wide enough for any table where a pipe reads."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    return PipeConsole(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def errors_output() -> Console:
     """Return the console of errors and progress."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return PipeConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def show_error(message: str, hint: str = "") -> None:

@@ -10,6 +10,7 @@ from pdserve.cli.events import ConsoleReporter, Failed, JsonLogReporter, JsonRep
 from pdserve.cli.exit_codes import exit_code_of
 from pdserve.cli.model_steps import OnStep, in_steps, ready_model
 from pdserve.cli.report import message_of, run_async, show_error, show_warning
+from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor, refuse_busy_port
 from pdserve.core.errors import PdserveError
@@ -95,15 +96,18 @@ def prepared(options: ClusterOptions, *, as_json: bool) -> tuple[PlannedCluster,
     planned = plan_cluster(options)
     refuse_busy_port(planned.plan.host, planned.plan.port)
     refuse_busy_port(planned.plan.host, planned.plan.http_port or 0, "--http-port")
-    json_logs = planned.log_format == "json"
-    reporter: Reporter = ConsoleReporter()
-    if as_json:
-        reporter = JsonReporter(json_logs=json_logs)
-    elif json_logs:
-        reporter = JsonLogReporter()
+    reporter = reporter_of(planned.log_format, as_json=as_json)
     for model in planned.models:
         ready_model(model, preparing(model, reporter))
     return planned, reporter
+
+
+def reporter_of(log_format: str, *, as_json: bool) -> Reporter:
+    """Return what shows events and log lines in the form that was asked for."""
+    json_logs = log_format == "json"
+    if as_json:
+        return SteadyReporter(JsonReporter(json_logs=json_logs))
+    return SteadyReporter(JsonLogReporter() if json_logs else ConsoleReporter())
 
 
 def preparing(model: str, reporter: Reporter) -> OnStep:
