@@ -31,8 +31,6 @@ _BY_ERROR: dict[type[PdserveError], ExitCode] = {
     errors.NotServed: ExitCode.USAGE,
     errors.GrammarNotServed: ExitCode.USAGE,
     errors.GrammarTooSlow: ExitCode.USAGE,
-    errors.GrammarNotServed: ExitCode.USAGE,
-    errors.GrammarTooSlow: ExitCode.USAGE,
     errors.ModelUnavailable: ExitCode.MODEL,
     errors.ModelUnsupported: ExitCode.MODEL,
     errors.UnknownModel: ExitCode.MODEL,
