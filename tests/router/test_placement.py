@@ -67,6 +67,17 @@ def test_the_least_loaded_pair_is_chosen() -> None:
     assert placed(query(), busy_p, P2, busy_d, D2) == ("P2", "D2")
 
 
+def test_nodes_that_failed_the_session_come_last_but_may_be_taken() -> None:
+    """Failure classes 23 and 27: a node that fails at once is the least loaded, and must not get every attempt."""
+    busy = (replace(P2, num_waiting_tokens=500), replace(D2, num_running=3, num_free_blocks=0))
+    avoid = frozenset({P1.incarnation, D1.incarnation})
+    assert placed(query(avoid=avoid), P1, busy[0], D1, busy[1]) == ("P2", "D2")
+    assert placed(query(avoid=avoid), P1, D1, busy[1]) == ("P1", "D2")
+    assert placed(query(avoid=avoid), P1, D1) == ("P1", "D1")
+    alone = place(query(avoid=avoid, needs_decode=False), (P1, busy[0]), POLICY)
+    assert alone == Pair(P2.incarnation, None, "same")
+
+
 def test_a_decode_node_with_room_comes_before_an_idle_one_without() -> None:
     assert placed(query(num_tokens=100), P1, replace(D1, num_free_blocks=6), replace(D2, num_running=5)) == ("P1", "D2")
 

@@ -190,6 +190,20 @@ def test_after_adopted_only_the_decode_leg_matters() -> None:
     assert (world.asked.is_resume, world.asked.prefer, world.asked.num_tokens) == (True, D, 4)
 
 
+def test_the_next_attempt_avoids_the_nodes_of_a_failed_one() -> None:
+    """Before adoption either node may be to blame, after it only the decode node; who is merely busy is not."""
+    before, after, busy = World(), World(), World()
+    for world in (before, after, busy):
+        world.place()
+        world.first()
+    before.ended("P", LegOutcome.FAILED)
+    after.adopted()
+    after.ended("D", LegOutcome.FAILED)
+    busy.ended("D", LegOutcome.BUSY)
+    asked = [world.asked.avoid for world in (before, after, busy) if world.asked is not None]
+    assert asked == [frozenset({P, D}), frozenset({D}), frozenset()]
+
+
 def test_a_prefill_node_that_did_its_part_may_die_before_adopted_arrives() -> None:
     world = World()
     world.place()

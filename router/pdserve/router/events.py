@@ -17,6 +17,11 @@ class Placed:
     identity: str
     eos_token_ids: frozenset[int]
 
+    def at_work(self, *, is_adopted: bool) -> frozenset[Incarnation]:
+        """Return the nodes that an attempt still needs: after adoption the prefill node has done its part."""
+        nodes = {self.decode} if is_adopted else {self.prefill, self.decode}
+        return frozenset(node for node in nodes if node is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementRefused:

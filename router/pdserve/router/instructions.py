@@ -15,7 +15,8 @@ class PlacementQuery:
     """Asks for nodes for the next attempt.
 
     `num_tokens` is what the prefill node computes, `max_len` the longest a sequence can get; tokens. `num_sequences` share the
-    former. A session stays with one `identity` once it was placed. `prefer` is a node that probably still holds the KV.
+    former. A session stays with one `identity` once it was placed. `prefer` is a node that probably still holds the KV; `avoid`
+    are those with which attempts of this session failed: the same ones may fail again, and are idle the sooner for it.
     """
 
     session_id: int
@@ -29,6 +30,7 @@ class PlacementQuery:
     identity: str | None = None
     exclude: frozenset[Incarnation] = frozenset()
     prefer: Incarnation | None = None
+    avoid: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class Patience:
         self._num_pauses = 0
         self._waiting_since_s: float | None = now_s
         self._refusals: dict[Incarnation, LegEnded] = {}
+        self.avoided: frozenset[Incarnation] = frozenset()
+        """Nodes of failed attempts; others are better, if there are any."""
         self.last_cause = self._last_detail = ""
 
     def fork(self) -> "Patience":
@@ -41,6 +43,7 @@ class Patience:
         copy = Patience(self._limits, 0.0)
         copy.num_failures, copy._num_pauses = self.num_failures, self._num_pauses
         copy._waiting_since_s, copy._refusals = self._waiting_since_s, dict(self._refusals)
+        copy.avoided = self.avoided
         copy.last_cause, copy._last_detail = self.last_cause, self._last_detail
         return copy
 
@@ -75,8 +78,10 @@ class Patience:
         """A node can never serve the request."""
         self._refusals[event.node] = event
 
-    def attempt_ended(self, outcome: LegOutcome, cause: str, now_s: float, detail: str = "") -> None:
-        """Count the end of an attempt. Only failures count towards the bound; the wait for other ends adds up.
+    def attempt_ended(
+        self, outcome: LegOutcome, cause: str, now_s: float, detail: str, nodes: frozenset[Incarnation]
+    ) -> None:
+        """Count the end of an attempt on `nodes`. Only failures count towards the bound; the wait for other ends adds up.
 
         `cause` is a stable name, `detail` what the node said besides, for the client.
         """
@@ -86,6 +91,7 @@ class Patience:
             self._waiting_since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
         else:
             self.num_failures += 1
+            self.avoided |= nodes
             self._num_pauses = self.num_failures - 1
             self._waiting_since_s = now_s
 

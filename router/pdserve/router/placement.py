@@ -49,7 +49,8 @@ class PlacementPolicy(Protocol):
 class LeastLoaded:
     """The prefill node with the fewest waiting prompt tokens, the decode node with room and the fewest sequences.
 
-    Pairs without a KV link are taken only while no pair has one; a node that probably holds the sequence's KV comes first.
+    Pairs without a KV link are taken only while no pair has one; a node that probably holds the sequence's KV comes first, and
+    nodes with which the session failed before come last: one that fails at once is idle, and would be chosen again and again.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_PER_NODE) -> None:
@@ -69,11 +70,13 @@ class LeastLoaded:
 
     def _cost(self, query: PlacementQuery, prefill: NodeLoad, decode: NodeLoad | None) -> tuple[float, ...]:
         if decode is None:
-            return (0, 0, prefill.num_waiting_tokens, prefill.num_waiting + prefill.num_running, 0, 0)
+            avoided = prefill.incarnation in query.avoid
+            return (0, avoided, 0, prefill.num_waiting_tokens, prefill.num_waiting + prefill.num_running, 0, 0)
         needed = PoolSize(0, decode.block_size).needs(query.num_tokens, query.num_tokens + 1, query.num_sequences)
         lacks_room = needed > decode.num_free_blocks
         return (
             query.prefer != decode.incarnation if query.prefer is not None else 0,
+            (prefill.incarnation in query.avoid) + (decode.incarnation in query.avoid),
             lacks_room,
             prefill.num_waiting_tokens,
             prefill.num_waiting + prefill.num_running,

@@ -197,6 +197,7 @@ class Session:
                     identity=self._placed.identity if self._placed else None,
                     exclude=self.patience.excluded,
                     prefer=self._prefer,
+                    avoid=self.patience.avoided,
                 )
             )
         )
@@ -369,6 +370,7 @@ class Session:
     # ---- the end of an attempt, and of the session
 
     def _end_attempt(self, outcome: LegOutcome, cause: str, now_s: float, detail: str = "") -> None:
+        is_adopted = self.state is SessionState.DECODING
         if not self.life.advance(SessionMove.END_ATTEMPT, now_s):
             return
         self._out += self.legs.cancel(f"attempt ended: {cause}")
@@ -379,7 +381,8 @@ class Session:
         if outcome is LegOutcome.CANCELLED and self._is_deadline_near(now_s):
             self._fail(DeadlineExceeded("the deadline passed"), now_s)
             return
-        self.patience.attempt_ended(outcome, cause, now_s, detail)
+        nodes = frozenset() if self._placed is None else self._placed.at_work(is_adopted=is_adopted)
+        self.patience.attempt_ended(outcome, cause, now_s, detail, nodes)
         if self.patience.is_exhausted:
             self._fail(self.patience.exhausted_error(), now_s)
             return
