@@ -33,6 +33,9 @@ class FramePlanner:
         self._skip_tokens = 0
         self._segments: deque[tuple[range, range]] = deque()
         self._closed = False
+        self._next: FrameRange | None = None
+        self._is_next_known = True
+        """Whether `_next` is what `peek` returns: it is asked for often, and changes seldom."""
 
     @property
     def is_empty(self) -> bool:
@@ -51,6 +54,7 @@ class FramePlanner:
     def skip(self, num_tokens: int) -> None:
         """Leave out the first `num_tokens` positions, of ranges already ready too."""
         self._skip_tokens = num_tokens
+        self._is_next_known = False
         waiting, self._segments = self._segments, deque()
         for layers, tokens in waiting:
             self._append(layers, tokens)
@@ -58,9 +62,29 @@ class FramePlanner:
     def close(self) -> None:
         """No more will become ready: short frames need not wait any longer."""
         self._closed = True
+        self._is_next_known = False
 
     def peek(self) -> FrameRange | None:
         """Return the next frame, or None if nothing is ready or the frame may still grow."""
+        if not self._is_next_known:
+            self._next, self._is_next_known = self._plan(), True
+        return self._next
+
+    def take(self, frame: FrameRange) -> None:
+        """Remove what `peek` returned."""
+        self._is_next_known = False
+        layers, tokens = self._segments.popleft()
+        if frame.layers.stop < layers.stop:
+            self._segments.appendleft((range(frame.layers.stop, layers.stop), tokens))
+        if frame.tokens.stop < tokens.stop:
+            self._segments.appendleft((frame.layers, range(frame.tokens.stop, tokens.stop)))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._is_next_known = False
+        self._segments.clear()
+
+    def _plan(self) -> FrameRange | None:
         if not self._segments:
             return None
         layers, tokens = self._segments[0]
@@ -70,22 +94,11 @@ class FramePlanner:
             return None
         return self._cut(layers, tokens)
 
-    def take(self, frame: FrameRange) -> None:
-        """Remove what `peek` returned."""
-        layers, tokens = self._segments.popleft()
-        if frame.layers.stop < layers.stop:
-            self._segments.appendleft((range(frame.layers.stop, layers.stop), tokens))
-        if frame.tokens.stop < tokens.stop:
-            self._segments.appendleft((frame.layers, range(frame.tokens.stop, tokens.stop)))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._segments.clear()
-
     def _append(self, layers: range, tokens: range) -> None:
         tokens = range(max(tokens.start, self._skip_tokens), tokens.stop)
         if not tokens:
             return
+        self._is_next_known = False
         if self._segments:
             last_layers, last_tokens = self._segments[-1]
             if last_tokens == tokens and last_layers.stop == layers.start:

@@ -180,16 +180,23 @@ class SendTransfer:
         """Return the frame that could be sent next."""
         return self._planner.peek() if self.life.state is S.STREAMING else None
 
-    def stalled(self, now_s: float) -> None:
-        """Window, socket or staging has no room; it matters if a frame is ready."""
-        if self._stalled_since_s is None and self.peek() is not None:
-            self._stalled_since_s = now_s
-            self._deadline_s = now_s + self._settings.transfer_idle_s
+    def stalled(self, now_s: float) -> bool:
+        """Window, socket or staging has no room; it matters if a frame is ready. Return whether the deadline moved."""
+        if self._stalled_since_s is not None or self.peek() is None:
+            return False
+        self._stalled_since_s = now_s
+        self._deadline_s = now_s + self._settings.transfer_idle_s
+        return True
 
-    def link_moved(self, now_s: float) -> None:
-        """The link took a frame, of this transfer or another: a stalled one waits its turn, which is no lack of progress."""
-        if self._stalled_since_s is not None:
-            self._deadline_s = now_s + self._settings.transfer_idle_s
+    def link_moved(self, now_s: float) -> bool:
+        """The link took a frame, of this transfer or another: a stalled one waits its turn, which is no lack of progress.
+
+        Return whether the deadline moved.
+        """
+        if self._stalled_since_s is None:
+            return False
+        self._deadline_s = now_s + self._settings.transfer_idle_s
+        return True
 
     def header(self, frame: FrameRange, checksum: int) -> Data:
         """Return the header of the frame that is about to be sent."""

@@ -223,8 +223,8 @@ class SenderTable:
             transfer, frame = candidates[link]
             if not has_staging or not link.has_room(frame.num_bytes):
                 for waiting in self._on(link):
-                    waiting.stalled(now_s)
-                    self._settle(waiting, now_s)
+                    if waiting.stalled(now_s):
+                        self._settle(waiting, now_s)
                 continue
             self._link_turn = (self._link_turn + offset + 1) % len(links)
             return DataPlan(link, transfer, frame)
@@ -235,8 +235,8 @@ class SenderTable:
         plan.link.sent_bytes += plan.frame.num_bytes
         plan.link.num_in_socket += 1
         for waiting in self._on(plan.link):
-            waiting.link_moved(now_s)
-            self._settle(waiting, now_s)
+            if waiting.link_moved(now_s):
+                self._settle(waiting, now_s)
         plan.transfer.sent(plan.frame, pack_s, now_s)
         transfer_id = plan.transfer.spec.transfer_id
         self._turns.remove(transfer_id)
