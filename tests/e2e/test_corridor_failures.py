@@ -1,6 +1,6 @@
 """Each end of a transfer dies, freezes and comes back, alone, at each stage of a request: exact answers, nothing left.
 
-Failure classes 1, 5, 6, 22 and 23. `test_failures.py` has what needs no transfer.
+Failure classes 1, 5, 6, 22, 23 and 27. `test_failures.py` has what needs no transfer.
 
 Four prefill nodes and one decode node: three prefill nodes hold first attempts at one stage each, the fourth holds none and the
 decode node holds what it decodes. So one fault meets every stage at once, and each request has exactly one faulty end. With a
@@ -21,10 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.client import Answer, Options
-from tests.e2e.cluster import Cluster, start_cluster, until
+from tests.e2e.cluster import DEADLINE_S, Cluster, start_cluster, until
 from tests.e2e.tiny_model import expected_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -35,6 +37,7 @@ QUICK = ("--lease-s", "1.5", "--beat-s", "0.25")
 HOLDERS = {"prefill0": "queued", "prefill1": "prefilling:1", "prefill2": "handing_over"}
 FREE, DECODE = "prefill3", "decode0"
 NUM_NODES = 5
+READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 MOST_TRIES = 4
 """A thawed node may hear that it was given up before its late frames are out; then it is frozen again."""
 SLOW_LINK = ("--kv-link", "200kbps,1ms")
@@ -85,13 +88,24 @@ class Matrix:
 
         await until(is_missed, f"{name} is missed by the router")
 
-    async def until_answered(self, num_left: int) -> None:
+    async def until_health(self, name: str, status: int) -> None:
+        """Wait until a node's own health says so (failure class 27)."""
+        async with grpc.aio.insecure_channel(self.cluster.nodes[name].grpc) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            async def says() -> bool:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+                return bool(answer.status == status)
+
+            await until(says, f"the health of {name} is {status}")
+
+    async def until_answered(self, num_left: float) -> None:
         """Wait until all but `num_left` answers are whole, and compare: every one of them took a second attempt."""
 
         async def answered() -> bool:
             return sum(not each.task.done() for each in self.asked) <= num_left
 
-        await until(answered, f"all but {num_left} requests are answered")
+        await until(answered, f"all but {num_left:g} requests are answered")
         done = [each for each in self.asked if each.task.done()]
         for each in done:
             answer = await each.task
@@ -99,6 +113,15 @@ class Matrix:
             assert answer.summary is not None
             assert answer.summary.timeline.attempts >= 2, "its node was lost, and it did not notice"
         self.asked = [each for each in self.asked if each not in done]
+
+    async def until_linked(self) -> None:
+        """Wait until each node has a connection to each present peer, and none to those that are gone."""
+
+        async def linked() -> bool:
+            links = [await self.cluster.gauge(name, "kv_links") for name in (*HOLDERS, FREE, DECODE)]
+            return links == [1, 1, 1, 1, NUM_NODES - 1]
+
+        await until(linked, "only present peers are linked")
 
     async def num_late(self) -> float:
         """Messages that the decode node got on connections which it had given up."""
@@ -143,10 +166,14 @@ async def lose_prefill_ends(matrix: Matrix, fault: int) -> None:
 async def lose_decode_end(matrix: Matrix, fault: int) -> None:
     """What waits and what decodes goes to the process that comes back."""
     await matrix.fill(20)
+    await matrix.until_health(FREE, READY)
     await matrix.lose(fault, DECODE)
     await matrix.until_missed(DECODE)
+    await matrix.until_health(FREE, NOT_READY)
     await matrix.bring_back(fault, DECODE)
+    await matrix.until_health(FREE, READY)
     await matrix.until_answered(0)
+    await matrix.until_linked()
     await matrix.cluster.leak_oracle()
 
 
