@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.client import Answer, Options
+from pdserve.kvtransfer.nixl_engine import INSTALL, installed_package
 from tests.e2e.cluster import Cluster, start_cluster
 from tests.e2e.tiny_model import expected_tokens
 
@@ -36,6 +37,20 @@ async def test_shared_memory_is_the_default_and_exact(tiny: Path, tmp_path: Path
         shared = [await cluster.gauge(name, "kv_shared_bytes_total") for name in ("prefill0", "decode0")]
         assert shared[0] == shared[1] > 0
         assert await cluster.gauge("prefill0", "kv_shared_fallbacks_total") == 0
+        await cluster.leak_oracle()
+
+
+@pytest.mark.skipif(installed_package() is None, reason=f"NIXL is not installed ({INSTALL})")
+async def test_nixl_is_exact_and_who_has_another_engine_is_reached_over_tcp(tiny: Path, tmp_path: Path) -> None:
+    nixl = ("--kv-engine", "nixl")
+    async with start_cluster(tiny, tmp_path, prefill=(nixl, ()), decode=(nixl,), secret="of this test") as cluster:
+        for _ in range(4):
+            given = await answer(cluster)
+            assert given.token_ids == expected_tokens(tiny, PROMPT, NUM_TOKENS)[0]
+        links = [await cluster.gauge(name, "kv_nixl_links") for name in ("prefill0", "decode0")]
+        moved = [await cluster.gauge(name, "kv_nixl_bytes_total") for name in ("prefill0", "decode0")]
+        assert links == [1, 1]
+        assert moved[0] == moved[1] > 0
         await cluster.leak_oracle()
 
 

@@ -203,7 +203,8 @@ def test_generated_code_is_that_of_the_contract(tmp_path: Path) -> None:
 
 
 def test_every_dependency_has_a_record() -> None:
-    needed = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]
+    extras = [each for extra in PROJECT["project"]["optional-dependencies"].values() for each in extra]
+    needed = [*PROJECT["project"]["dependencies"], *extras, *PROJECT["dependency-groups"]["dev"]]
     names = {re.split(r"[<>=!~ \[;]", requirement)[0] for requirement in needed}
     recorded = {
         name

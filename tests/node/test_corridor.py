@@ -8,8 +8,10 @@ import pytest
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings, load_settings
+from pdserve.kvtransfer import nixl_engine
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 from pdserve.node.corridor import corridor_channel
@@ -43,3 +45,30 @@ def test_experiments_wrap_the_transport_and_say_so(kind: type[NodeSettings], cap
         assert isinstance(channel._inner, ShapedChannel)
         assert isinstance(channel._inner._inner, ZeroMqChannel)
     assert [record.message.split(":")[0] for record in caplog.records] == ["EXPERIMENT"] * 2
+
+
+@KINDS
+def test_nixl_is_chosen_by_name(kind: type[NodeSettings]) -> None:
+    if nixl_engine.installed_package() is None:
+        pytest.skip(f"NIXL is not installed ({nixl_engine.INSTALL})")
+    settings = load_settings(kind, {"cluster_secret": SECRET, "kv_engine": "nixl"})
+    with closing(corridor_channel(settings, SystemClock())()) as channel:
+        assert isinstance(channel, NixlChannel)
+        assert isinstance(channel._inner, ZeroMqChannel)
+        assert channel._key == SECRET.encode()
+
+
+@KINDS
+def test_nixl_that_is_not_installed_is_refused_by_name(
+    kind: type[NodeSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_engine, "PACKAGES", ("nixl_of_nobody",))
+    with pytest.raises(ConfigError, match="nixl is not installed") as refused:
+        corridor_channel(load_settings(kind, {"kv_engine": "nixl"}), SystemClock())
+    assert "pip install pdserve[nixl]" in refused.value.hint
+
+
+@KINDS
+def test_nixl_does_not_pretend_to_encrypt(kind: type[NodeSettings]) -> None:
+    with pytest.raises(ConfigError, match="not encrypted"):
+        load_settings(kind, {"cluster_secret": SECRET, "kv_encryption": "curve", "kv_engine": "nixl"})

@@ -245,6 +245,10 @@ class NodeSettings(ProcessSettings):
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")
     kv_staging_bytes: Positive = Field(16 << 20, description="KV bytes that may be packed and not yet sent.")
+    kv_engine: Literal["zeromq", "nixl"] = Field(
+        "zeromq",
+        description="zeromq or nixl: what carries KV. nixl is for RDMA fabrics, needs pdserve[nixl]; the same on every node.",
+    )
     kv_encryption: Literal["none", "curve"] = Field(
         "none",
         description="none or curve: KV encrypted with keys made from the cluster secret; the same on every node.",
@@ -270,6 +274,10 @@ class NodeSettings(ProcessSettings):
     def _encryption_has_a_secret(self) -> Self:
         if self.kv_encryption != "none" and self.cluster_secret is None:
             raise ValueError("kv_encryption: needs cluster_secret, which its keys are made from")
+        if self.kv_encryption != "none" and self.kv_engine == "nixl":
+            raise ValueError(
+                "kv_encryption: what NIXL carries is not encrypted; set kv_engine to zeromq, or this to none"
+            )
         return self
 
     @field_validator("kv_link", "kv_faults")

@@ -23,6 +23,7 @@ from pdserve.core.errors import ConfigError
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Import names of NIXL's wheels. They differ in the CUDA that they reach; KV is in host memory here, for which both do."""
 INSTALL = "pip install pdserve[nixl]"
+_OTHER_ENGINE = "set kv_engine to zeromq"
 _UCX = "UCX"
 _DRAM = "DRAM"
 
@@ -42,7 +43,7 @@ def installed_package() -> str | None:
 def require_nixl() -> None:
     """Raise ConfigError if NIXL is not installed."""
     if installed_package() is None:
-        raise ConfigError(["kv_engine: nixl is not installed"], hint=f"{INSTALL}, or set kv_engine to zeromq")
+        raise ConfigError(["kv_engine: nixl is not installed"], hint=f"{INSTALL}, or {_OTHER_ENGINE}")
 
 
 class _Handle(Protocol):
@@ -111,16 +112,19 @@ class NixlAgent:
     """This process's end of NIXL. Used by one thread."""
 
     def __init__(self) -> None:
-        """Start it; raise ConfigError without the package, NixlFault if it cannot run here."""
+        """Start it; raise ConfigError if the package is missing or damaged, or cannot run here."""
         require_nixl()
         api, bindings = _load()
         self._errors = _error_types(bindings)
         self.name = f"pdserve-{secrets.token_hex(16)}"
         """What the peers know it by; another for every agent, so that a restarted process is another peer."""
-        config = self._ask(lambda: api.nixl_agent_config(enable_prog_thread=False, backends=[_UCX]))
-        self._agent: _Agent | None = self._ask(lambda: cast("_Agent", api.nixl_agent(self.name, config)))
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[_UCX])
+        try:
+            self._agent: _Agent | None = self._ask(lambda: cast("_Agent", api.nixl_agent(self.name, config)))
+        except (NixlFault, RuntimeError) as error:
+            raise ConfigError([f"kv_engine: nixl cannot run here: {error}"], hint=_OTHER_ENGINE) from error
         if _UCX not in getattr(self._agent, "backends", {}):
-            raise NixlFault("this NIXL has no UCX back end")
+            raise ConfigError(["kv_engine: this nixl has no UCX back end"], hint=_OTHER_ENGINE)
         self._memories: list[RegisteredMemory] = []
 
     def register(self, num_bytes: int) -> RegisteredMemory:

@@ -93,8 +93,8 @@ class NixlReads:
 
     @property
     def num_routes(self) -> int:
-        """Routes that are read from."""
-        return len(self._peers)
+        """Routes whose memory was seen. May be asked for by any thread."""
+        return sum(peer.is_proven for peer in list(self._peers.values()))
 
     @property
     def num_running(self) -> int:

@@ -18,6 +18,8 @@ from pdserve.kvtransfer import LinkSettings, TransferSpec
 from pdserve.kvtransfer.channel import Channel
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.nixl_channel import NixlChannel
+from pdserve.kvtransfer.nixl_engine import NixlAgent, require_nixl
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
@@ -51,7 +53,12 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
 
 
 def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Channel]:
-    """Return what makes the corridor's transport: ZeroMQ with shared memory inside a host, or through a worse link."""
+    """Return what makes the corridor's transport: ZeroMQ with shared memory inside a host or NIXL, or through a worse link.
+
+    Raises ConfigError for an engine that is not installed.
+    """
+    if settings.kv_engine == "nixl":
+        require_nixl()
     keys = listener_keys(settings.secret) if settings.kv_encryption == "curve" and settings.secret is not None else None
     shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
     if shape is not None:
@@ -64,7 +71,12 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
 
     def make_channel() -> Channel:
         network = ZeroMqChannel(keys)
-        channel: Channel = SharedMemoryChannel(network, clock) if is_shared else network
+        channel: Channel = network
+        if settings.kv_engine == "nixl":
+            # No shared memory of ours beside it: inside a host UCX uses its own.
+            channel = NixlChannel(network, NixlAgent(), clock, settings.secret)
+        elif is_shared:
+            channel = SharedMemoryChannel(network, clock)
         if shape is not None:
             channel = ShapedChannel(channel, shape, clock)
         return channel if faults is None else FaultyChannel(channel, faults, clock)
