@@ -170,6 +170,20 @@ async def test_routers_error_arrives_typed_after_the_parts_before_it() -> None:
 
 
 @pytest.mark.asyncio
+async def test_message_that_grpc_refuses_for_its_size_is_no_overload() -> None:
+    """A prompt of 9 MB was told as "no capacity, try again", in gRPC's words."""
+    async with stub_router() as (router, address), AsyncClient(address) as client:
+        with pytest.raises(InvalidRequest, match="the request is larger than the router takes") as refused:
+            await client.complete("w" * (5 << 20))
+        assert "--max-message-bytes" in refused.value.hint
+        with pytest.raises(InvalidRequest, match="the request is larger"):
+            await client.complete("w" * (65 << 20))
+        router.answer = (pb.GenerateResponse(deltas=[pb.Delta(text="w" * (65 << 20))]),)
+        with pytest.raises(InvalidRequest, match="the answer is larger"):
+            await client.complete("hello")
+
+
+@pytest.mark.asyncio
 async def test_stream_that_ends_without_a_summary_is_an_error() -> None:
     async with stub_router() as (router, address), AsyncClient(address) as client:
         router.answer = ANSWER[:2]

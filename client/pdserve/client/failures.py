@@ -3,7 +3,7 @@
 import grpc
 
 from pdserve.client.unreachable import unreachable
-from pdserve.core.errors import DeadlineExceeded, InternalError, PdserveError
+from pdserve.core.errors import DeadlineExceeded, InternalError, InvalidRequest, PdserveError
 from pdserve.rpc.errors import error_from_rpc
 
 
@@ -12,10 +12,22 @@ def error_of(address: str, error: grpc.RpcError, *, has_begun: bool = False) -> 
     lost = unreachable(address, error, has_begun=has_begun)
     if lost is not None:
         return lost
+    if "larger than max" in (error.details() or ""):
+        return too_large(error.details() or "")
     typed = error_from_rpc(error)
     if isinstance(typed, DeadlineExceeded) and not typed.hint:
         return DeadlineExceeded("the deadline passed before the answer was complete", hint="allow more time")
     return typed
+
+
+def too_large(details: str) -> InvalidRequest:
+    """Return the error for a message that gRPC itself refused: RESOURCE_EXHAUSTED there, but no later try can help."""
+    if "CLIENT: Received" in details:
+        return InvalidRequest("the answer is larger than this client takes in one message", hint="stream it")
+    return InvalidRequest(
+        "the request is larger than the router takes",
+        hint="shorten it; `pdserve router --max-message-bytes` is the bound",
+    )
 
 
 def no_summary() -> InternalError:
