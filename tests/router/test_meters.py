@@ -35,6 +35,8 @@ def answer_after(ttft_s: float, e2el_s: float, num_tokens: int) -> Answer:
     recorder.enter(StageName.PREFILL, 1, 0.5)
     recorder.token(ttft_s)
     recorder.enter(StageName.DECODE, 1, ttft_s)
+    if num_tokens > 1:
+        recorder.overlap({"prefill.exposed_transfer": 0.25}, kv_bytes=4096)
     return Answer(3, 2, num_tokens, recorder.build(num_tokens, 1, e2el_s), *[None] * 2)  # type: ignore[arg-type] # nobody asks which nodes
 
 
@@ -51,12 +53,16 @@ def test_an_answer_is_told_once_in_every_series() -> None:
     assert found["pdserve_request_time_per_output_token_seconds_sum{}"] == 1.0
     assert found["pdserve_request_stage_seconds_sum{stage=prefill}"] == 0.5
     assert found["pdserve_request_stage_seconds_sum{stage=decode}"] == 4.0
+    assert found["pdserve_kv_transfer_exposed_seconds_sum{}"] == 0.25
+    assert found["pdserve_kv_transfer_bytes_total{}"] == 4096
 
 
-def test_one_token_has_no_time_per_token() -> None:
+def test_one_token_has_no_time_per_token_and_no_transfer() -> None:
     meters = Meters("m", dict)
     meters.answered(answer_after(1.0, 1.0, 1), [Finish(0, FinishReason.LENGTH)])
-    assert "pdserve_request_time_per_output_token_seconds_count{}" not in samples_of(meters.render().decode())
+    found = samples_of(meters.render().decode())
+    assert "pdserve_request_time_per_output_token_seconds_count{}" not in found
+    assert "pdserve_kv_transfer_exposed_seconds_count{}" not in found
 
 
 def test_tokens_that_come_together_share_their_gap() -> None:

@@ -47,6 +47,10 @@ class Meters:
         )
         self._e2el = histogram("pdserve_e2e_request_latency_seconds", "Whole latency.", LATENCY_BUCKETS_S)
         self._stage = histogram("pdserve_request_stage_seconds", "Time in each stage.", LATENCY_BUCKETS_S, "stage")
+        self._exposed = histogram(
+            "pdserve_kv_transfer_exposed_seconds", "What computing did not hide of KV transfer.", TOKEN_TIME_BUCKETS_S
+        )
+        self._kv_bytes = counter("pdserve_kv_transfer_bytes", "KV that was handed over for complete answers.")
         self._prompt = histogram("pdserve_request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self._output = histogram("pdserve_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._http = Counter(
@@ -84,6 +88,9 @@ class Meters:
         self._e2el.labels(model).observe(timeline.e2el_s)
         if answer.num_completion_tokens > 1:
             self._tpot.labels(model).observe(timeline.tpot_s)
+        if timeline.overlapped.kv_bytes:
+            self._exposed.labels(model).observe(timeline.overlapped.exposed_transfer_s)
+            self._kv_bytes.labels(model).inc(timeline.overlapped.kv_bytes)
         for stage in timeline.stages:
             self._stage.labels(model, str(stage.name)).observe(max(0.0, stage.duration_s))
 
