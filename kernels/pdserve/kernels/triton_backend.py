@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kernels.backends import Backend
@@ -18,6 +19,11 @@ from pdserve.kernels.triton.cache import PagedCache
 from pdserve.kernels.triton.paged_attention import PagedPlan, paged_attention
 from pdserve.kernels.triton.paged_decode import DecodeRows
 from pdserve.kernels.triton_modules import fuse_modules
+
+ALIGNMENT = 16
+"""Bytes; pointers that are multiples of it are loaded from in wide words."""
+COLUMN_TYPES = (torch.float64, torch.int64, torch.int32, torch.int32)
+"""Of a drawn row's temperature, seed, position and sequence."""
 
 
 class TritonPlan:
@@ -103,21 +109,23 @@ def attend(
 
 def draw_rows(scores: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Answer as `sampling.DrawRows` asks: draw on the device; the rows' parameters are one copy to it."""
-    columns = (
+    columns: tuple[NDArray[np.generic], ...] = (
         np.array([row.sampling.temperature for row in rows], np.float64),
         np.array([row.sampling.seed for row in rows], np.uint64),
         np.array([row.position for row in rows], np.int32),
         np.array([row.sequence for row in rows], np.int32),
     )
-    packed = torch.from_numpy(np.concatenate([column.view(np.uint8) for column in columns])).to(scores.device)
-    temperatures, seeds, positions, sequences = packed.split([column.nbytes for column in columns])
-    return gumbel_max.draw(
-        scores,
-        temperatures.view(torch.float64),
-        seeds.view(torch.int64),
-        positions.view(torch.int32),
-        sequences.view(torch.int32),
+    # Each begins at a multiple of 16 bytes, whatever the number of rows: Triton compiles anew for other alignments.
+    starts = [0, *np.cumsum([-(-column.nbytes // ALIGNMENT) * ALIGNMENT for column in columns])]
+    packed = np.zeros(starts[-1], np.uint8)
+    for start, column in zip(starts, columns, strict=False):
+        packed[start : start + column.nbytes] = column.view(np.uint8)
+    there = torch.from_numpy(packed).to(scores.device)
+    temperatures, seeds, positions, sequences = (
+        there[start : start + column.nbytes].view(dtype)
+        for start, column, dtype in zip(starts, columns, COLUMN_TYPES, strict=False)
     )
+    return gumbel_max.draw(scores, temperatures, seeds, positions, sequences)
 
 
 BACKEND = Backend(

@@ -243,9 +243,7 @@ def lower(kernel: Any, signature: Signature) -> str:
     )
     llvm.init_targets()
     llvm_context = llvm.context()
-    llvm_module = llvm.to_module(module, llvm_context)
-    llvm.optimize_module(llvm_module, llvm.OPTIMIZE_O1, "", "", [], False)
-    return str(llvm_module)
+    return str(llvm.to_module(module, llvm_context))
 
 
 def _run_passes(module: Any, *stages: Callable[[Any], None]) -> None:
@@ -264,34 +262,34 @@ def to_x86(text: str) -> str:
     """Clean LLVM IR of what only a GPU has; raise NotLowered for what has no counterpart here."""
     text = re.sub(r"addrspace\(\d+\) ?", "", text)
     text = re.sub(r"^target (datalayout|triple).*$", "", text, flags=re.MULTILINE)
-    for axis in "xyz":
-        text = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workgroup\.id\.{axis}\(\)", f"load i32, ptr @pid_{axis}", text)
-        text = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workitem\.id\.{axis}\(\)", "add i32 0, 0", text)
-        text += f"\n@pid_{axis} = external thread_local global i32\n"
-    # One thread waits for nobody, and has no mode register.
-    text = re.sub(
-        rf"^.*{CALL}void @llvm\.amdgcn\.(s\.barrier|s\.waitcnt|sched\.|iglp\.opt|s\.setreg).*$",
-        "",
-        text,
-        flags=re.MULTILINE,
-    )
+    # By line: in texts of megabytes few lines hold any of it, and the patterns are slow.
+    text = "\n".join(_line_to_x86(line) if "@llvm.amdgcn." in line else line for line in text.split("\n"))
+    text += "".join(f"\n@pid_{axis} = external thread_local global i32\n" for axis in "xyz")
     text = re.sub(
         r"^@global_smem = external (?:unnamed_addr )?global \[0 x i8\].*$",
         f"@global_smem = internal thread_local global [{1 << 18} x i8] zeroinitializer, align 64",
         text,
         flags=re.MULTILINE,
     )
-    text = re.sub(_DOT2, _multiply_pairs, text, flags=re.MULTILINE)
-    text = text.replace("@llvm.amdgcn.log.f32", "@native_log2_f32")  # the device's logarithm is of base 2
-    text = re.sub(r"@llvm\.amdgcn\.(rsq|rcp|exp2|sqrt|fmed3)\.f32", r"@native_\1_f32", text)
     text = re.sub(r"@__ocml_(\w+)_f(32|64)", r"@native_\1_f\2", text)
     text = text.replace("@__ockl_mul_hi_u32", "@native_mul_hi_u32")
-    text = re.sub(r"^declare .*@llvm\.amdgcn\..*$", "", text, flags=re.MULTILINE)
     left = set(re.findall(r"@(llvm\.amdgcn[\w.]+|__oc\w+|native_\w+)", text))
     left -= set(re.findall(r"native_\w+", MATHS))
     if left:
         raise NotLowered(f"no counterpart on x86 of {', '.join(sorted(left))}")
     return text
+
+
+def _line_to_x86(line: str) -> str:
+    """Clean a line that names a device's own function."""
+    line = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workgroup\.id\.([xyz])\(\)", r"load i32, ptr @pid_\1", line)
+    line = re.sub(rf"{CALL}i32 @llvm\.amdgcn\.workitem\.id\.[xyz]\(\)", "add i32 0, 0", line)
+    line = re.sub(_DOT2, _multiply_pairs, line)
+    line = line.replace("@llvm.amdgcn.log.f32", "@native_log2_f32")  # the device's logarithm is of base 2
+    line = re.sub(r"@llvm\.amdgcn\.(rsq|rcp|exp2|sqrt|fmed3)\.f32", r"@native_\1_f32", line)
+    # One thread waits for nobody, and has no mode register; what a device declares is declared nowhere else.
+    needless = r"^declare .*@llvm\.amdgcn\.|void @llvm\.amdgcn\.(s\.barrier|s\.waitcnt|sched\.|iglp\.opt|s\.setreg)"
+    return "" if re.search(needless, line) else line
 
 
 _DOT2 = (

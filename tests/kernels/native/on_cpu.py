@@ -11,6 +11,8 @@ from tests.kernels.native.lowering import reason_not_here, substituted
 
 DECODE_ROWS, PREFILL_ROWS, POSITIONS = 4, 8, 8
 """Tiles of the size of a GPU's become so much straight-line code that each takes a minute to compile; the source is the same."""
+WIDE = 128
+"""Heads that are wider take fewer rows."""
 
 
 @contextmanager
@@ -20,11 +22,14 @@ def triton_on_cpu() -> Iterator[None]:
     from pdserve.kernels.triton import paged_decode, paged_prefill
     from pdserve.kernels.triton.tiles import Tile
 
+    def rows_for(padded_dim: int, rows: int) -> int:
+        return rows if padded_dim <= WIDE else rows // 2
+
     def decode_tile(group: int, padded_dim: int, element_bytes: int) -> Tile:
-        return Tile(max(DECODE_ROWS, group), POSITIONS, 1, 1)
+        return Tile(max(rows_for(padded_dim, DECODE_ROWS), group), POSITIONS, 1, 1)
 
     def prefill_tile(max_rows: int, group: int, padded_dim: int, element_bytes: int, stored_bytes: int) -> Tile:
-        return Tile(max(PREFILL_ROWS, group), POSITIONS, 1, 1)
+        return Tile(max(rows_for(padded_dim, PREFILL_ROWS), group), POSITIONS, 1, 1)
 
     backend = replace(triton_backend.BACKEND, devices=frozenset({"cpu"}))
     with ExitStack() as stack:

@@ -3,14 +3,17 @@
 import logging
 from collections.abc import Iterator
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from pdserve.core.work import Sampling
 from pdserve.engine.decode_graphs import DecodeGraphs, eagerly
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
+from pdserve.kernels.triton import gumbel_max
 from tests.architectures.tiny import ARCHITECTURES, build
 from tests.engine.small import Generation, generate, prompt_of
 from tests.kernels.native.lowering import reason_not_here
@@ -70,6 +73,21 @@ def test_what_is_fused_is_logged_by_type_and_what_is_not_too(caplog: pytest.LogC
     fused = [record.getMessage() for record in caplog.records]
     assert any("LlamaRMSNorm" in text and "LlamaMLP" in text and "LlamaAttention" in text for text in fused)
     assert any(text.startswith("not fused") and "Gemma2RMSNorm" in text for text in fused)
+
+
+def test_sampled_tokens_are_those_of_the_torch_backend() -> None:
+    """Drawn by the kernel where there are no filters, by NumPy where there are: the noise is the same."""
+    kinds = (Sampling(1.0, seed=3), Sampling(0.9, top_p=0.8, seed=2**64 - 1), Sampling(1.3, seed=5), Sampling())
+    engines, outputs = engine_pair("llama"), []
+    with mock.patch.object(gumbel_max, "draw", wraps=gumbel_max.draw) as on_device:
+        for engine in engines:
+            generations = [
+                Generation(engine, prompt_of(5 + 4 * n, n), 6 * n, sampling) for n, sampling in enumerate(kinds)
+            ]
+            generate(engine, generations, 12)
+            outputs.append([generation.output for generation in generations])
+    assert outputs[0] == outputs[1]
+    assert [call.args[0].shape[0] for call in on_device.call_args_list] == [2] * 12
 
 
 def test_captured_decode_steps_say_the_same_tokens() -> None:

@@ -5,77 +5,31 @@ the kernels accumulate in float32, as the references do in float64.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from pdserve.kernels.kv_write import write_kv_reference
 from pdserve.kernels.paged_attention import paged_attention_reference
-from pdserve.kernels.ragged import ChunkRows
 from pdserve.kernels.triton.cache import PagedCache
+from pdserve.kernels.triton.paged_attention import paged_attention
 from pdserve.kernels.triton.paged_decode import paged_decode
 from pdserve.kernels.triton_backend import BACKEND, StaticTritonPlan, TritonPlan, attend
 from pdserve.kernels.wire_pack import pack_layers_reference
 from tests.kernels.native.lowering import reason_not_here
 from tests.kernels.native.on_cpu import triton_on_cpu
+from tests.kernels.native.shapes import SHAPES, TOLERANCE, Shape, caches_of, chunks_of, one_byte_of
 
 REASON = reason_not_here()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-NUM_BLOCKS = 64
 
 
 @pytest.fixture(autouse=True, scope="module")
 def native() -> Iterator[None]:
     with triton_on_cpu():
         yield
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Heads of a model, and what its attention adds."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    dtype: torch.dtype
-    block_size: int = 16
-    window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-
-
-# No heads of more than 64, and no bfloat16 in groups of a power of two: LLVM then needs many minutes for the straight-line code.
-# Those are the interpreter's to check.
-SHAPES = {
-    "smollm2": Shape(9, 3, 64, torch.float32),
-    "smollm2-bf16": Shape(9, 3, 64, torch.bfloat16, block_size=32),
-    "odd heads, window, cap": Shape(8, 4, 40, torch.float16, block_size=8, window=37, softcap=30.0),
-    "sinks, window": Shape(12, 4, 64, torch.bfloat16, window=128, has_sinks=True),
-}
-
-
-def caches_of(shape: Shape, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Random caches whose first block, which no sequence owns, is NaN."""
-    size = (NUM_BLOCKS * shape.block_size, shape.kv_heads, shape.dim)
-    keys, values = (torch.randn(size).to(dtype or shape.dtype) for _ in range(2))
-    for cache in (keys, values):
-        cache[: shape.block_size] = float("nan")
-    return keys, values
-
-
-def chunks_of(shape: Shape, spans: list[tuple[int, int]]) -> list[ChunkRows]:
-    """Chunks of (start, rows), with scattered blocks; the longest sequence last, its table without a spare entry."""
-    free = (torch.randperm(NUM_BLOCKS - 1) + 1).tolist()
-    chunks = []
-    for start, rows in spans:
-        needed = -(-(start + rows) // shape.block_size)
-        chunks.append(ChunkRows(start, rows, [free.pop() for _ in range(needed)]))
-    return chunks
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -91,6 +45,21 @@ def test_attention_of_a_mixed_step(name: str) -> None:
     out = attend(query, keys, values, plan, window=window, scaling=scaling, softcap=softcap, sinks=sinks)
     expected = paged_attention_reference(
         *(query, keys, values, chunks, shape.block_size), window=window, scaling=scaling, softcap=softcap, sinks=sinks
+    )
+    assert (out - expected).abs().max() <= TOLERANCE[shape.dtype]
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_attention_over_one_byte(stored: torch.dtype) -> None:
+    shape = SHAPES["llama-8b"]
+    torch.manual_seed(5)
+    chunks = chunks_of(shape, [(0, 1), (36, 1), (0, 5), (17, 9), (130, 1)])
+    one_byte, meant = one_byte_of(shape, stored)
+    query = torch.randn(sum(chunk.num_rows for chunk in chunks), shape.heads, shape.dim).to(shape.dtype)
+    plan = TritonPlan(chunks, shape.block_size, shape.dtype, CPU)
+    out = paged_attention(query, one_byte, plan.paged, window=None, scaling=0.1, softcap=None, sinks=None)
+    expected = paged_attention_reference(
+        *(query, *meant, chunks, shape.block_size), window=None, scaling=0.1, softcap=None, sinks=None
     )
     assert (out - expected).abs().max() <= TOLERANCE[shape.dtype]
 

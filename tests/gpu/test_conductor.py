@@ -1,0 +1,39 @@
+"""What `make gpu` does about parts that fail; what the parts find needs a GPU."""
+
+import subprocess
+
+import pytest
+
+from tests.gpu.__main__ import BUDGET_S, PARTS, conduct
+
+
+def test_a_part_that_fails_or_hangs_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    def run(name: str, most_s: float) -> int:
+        asked.append(name)
+        if name == "two processes":
+            raise subprocess.TimeoutExpired(name, most_s)
+        return int(name == "operations")
+
+    assert conduct(run) == 1
+    assert asked == list(PARTS)
+    assert "failed: operations, two processes" in capsys.readouterr().out
+
+
+def test_all_is_well_where_no_part_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conduct(lambda *_: 0) == 0
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def test_the_whole_ends_within_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, given = [0.0], list[float]()
+
+    def run(name: str, most_s: float) -> int:
+        given.append(most_s)
+        clock[0] += most_s
+        return 0
+
+    assert conduct(run, lambda: clock[0]) == 0
+    assert sum(given) <= BUDGET_S
+    assert "steps of an 8B shape" in capsys.readouterr().out or len(given) == len(PARTS)
