@@ -223,6 +223,8 @@ class SharedMemoryChannel:
             self._answer(route, bytes(body), self._door)
         elif kind in (SEEN, UNSEEN) and (shared := self._owned.get(route)) is not None and not shared.is_proven:
             self._judge(route, shared, kind, bytes(body))
+        elif kind in (SEEN, UNSEEN) and route in self._port_of and route not in self._owned:
+            pass  # The answer to a claim that was given up: the route goes without, and is as good as any.
         else:
             return False
         return True
