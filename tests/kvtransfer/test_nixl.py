@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from pdserve.core.clock import ManualClock, SystemClock
-from pdserve.kvtransfer import nixl_channel
+from pdserve.kvtransfer import nixl_channel, nixl_reads
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.nixl_channel import (
@@ -131,10 +132,14 @@ def test_a_lost_route_gives_back_what_was_lent(by_nixl: Callable[..., NixlChanne
     released: list[str] = []
     lent = dialler.lend(route, 10)
     assert lent is not None
+    lent[:] = b"x" * 10
     assert dialler.send_data(route, b"h", lent, lambda: released.append("once"))
+    memory = dialler._offered[route].memory
     listener.close()
     polled(dialler, until=has(Lost))
     assert released == ["once"]
+    assert memory.registration is None
+    assert bytes(memory.view(0, ARENA_BYTES)) == bytes(ARENA_BYTES), "who reads it late must find nothing"
     assert dialler.lend(route, 10) is None
     assert dialler.gauges()["kv_nixl_links"] == 0
 
@@ -189,6 +194,48 @@ def test_who_read_other_memory_is_not_believed(by_nixl: Callable[..., NixlChanne
         polled(dialler, until=has(Connected))
     assert dialler.lend(route, 10) is None
     assert dialler.gauges()["kv_nixl_fallbacks_total"] == 1
+
+
+class Endless:
+    """A read that is never over."""
+
+    def is_over(self) -> bool:
+        return False
+
+
+def test_what_came_behind_a_proof_that_fails_is_told(
+    by_nixl: Callable[..., NixlChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dialling end may have given up waiting, and said HELLO, before the listening end gives up reading."""
+    clock, dialler = ManualClock(), by_nixl()
+    with closing(NixlChannel(ZeroMqChannel(), NixlAgent(), clock, SECRET)) as listener:
+        monkeypatch.setattr(listener._agent, "read", lambda *_: Endless())
+        route = dialler.connect(listener.listen("127.0.0.1", 0))
+        polled(dialler, listener, until=lambda _: listener.gauges()["kv_nixl_reads"] == 1)
+        assert dialler.send(route, b"HELLO")
+        assert dialler.send(route, b"and more")
+        for _ in range(20):
+            assert listener.poll(0.001) == []
+        clock.advance(nixl_reads.PROOF_READ_WAIT_S)
+        told = polled(listener, until=has(Arrived, 2))
+        assert frames_of(told) == [[b"HELLO"], [b"and more"]]
+        polled(dialler, until=has(Connected))
+        assert listener.gauges()["kv_nixl_fallbacks_total"] == dialler.gauges()["kv_nixl_fallbacks_total"] == 1
+
+
+def test_routes_that_only_ask_are_bounded(by_nixl: Callable[..., NixlChannel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_channel, "MAX_ASKING", 2)
+    listener = by_nixl()
+    address = listener.listen("127.0.0.1", 0)
+    with closing(ZeroMqChannel()) as stranger:
+        routes = [stranger.connect(address) for _ in range(4)]
+        polled(stranger, listener, until=has(Connected, 4))
+        assert all(stranger.send(route, ASK) for route in routes)
+        assert len(frames_of(polled(stranger, listener, until=has(Arrived, 4)))) == 4
+        assert len(listener._asking) == 2
+        stranger.close()
+        polled(listener, until=has(Lost, 4))
+    assert not listener._asking
 
 
 def test_a_strangers_frames_are_left_to_the_protocol_above(by_nixl: Callable[..., NixlChannel]) -> None:
@@ -369,6 +416,39 @@ def test_gap_an_idle_channel_does_nothing_and_a_busy_one_must_look() -> None:
             assert wait_s is not None and wait_s <= nixl_channel.LONG_NAPS_S[1]
         finally:
             elsewhere.kill()
+
+
+def test_gap_ucx_on_the_cpu_serves_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL's gap: without RDMA nobody checks what a peer reads, whatever was registered. UCX's ports are for trusted networks."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with closing(NixlAgent()) as owner, closing(NixlAgent()) as thief:
+        offered, into = owner.register(4096), thief.register(4096)
+        private = RegisteredMemory(4096)
+        private.view(0, 6)[:] = b"secret"
+        described = owner.describe(offered)
+        told, forged = (memory.address.to_bytes(8, "little") for memory in (offered, private))
+        assert described.count(told) == 1
+        peer = thief.add_peer(described.replace(told, forged))
+        read = thief.read(peer, private.address, 4096, into, 0)
+        deadline_s = time.monotonic() + WAIT_S
+        while not read.is_over():
+            assert time.monotonic() < deadline_s
+            owner.progress()
+        assert bytes(into.view(0, 6)) == b"secret"
+
+
+def test_a_local_agent_is_reached_from_this_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    before = listening()
+    with closing(NixlAgent(is_local=True)):
+        assert {address.split(":")[0] for address in listening() - before} == {"0100007F"}
+
+
+def listening() -> set[str]:
+    """TCP addresses that this process listens at, as the kernel writes them."""
+    mine = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 def test_an_agent_has_no_thread_that_spins() -> None:

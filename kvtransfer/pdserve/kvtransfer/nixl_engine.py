@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import mmap
+import os
 import secrets
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +24,7 @@ from pdserve.core.errors import ConfigError
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 """Import names of NIXL's wheels. They differ in the CUDA that they reach; KV is in host memory here, for which both do."""
 INSTALL = "pip install pdserve[nixl]"
+LOOPBACK_DEVICE = "lo"
 _OTHER_ENGINE = "set kv_engine to zeromq"
 _UCX = "UCX"
 _DRAM = "DRAM"
@@ -111,9 +113,15 @@ class Read:
 class NixlAgent:
     """This process's end of NIXL. Used by one thread."""
 
-    def __init__(self) -> None:
-        """Start it; raise ConfigError if the package is missing or damaged, or cannot run here."""
+    def __init__(self, is_local: bool = True) -> None:
+        """Start it; raise ConfigError if the package is missing or damaged, or cannot run here.
+
+        `is_local`: only processes of this host shall reach it. UCX listens on every interface unless the environment says
+        otherwise, and there is no other way to tell it.
+        """
         require_nixl()
+        if is_local:
+            os.environ.setdefault("UCX_NET_DEVICES", LOOPBACK_DEVICE)
         api, bindings = _load()
         self._errors = _error_types(bindings)
         self.name = f"pdserve-{secrets.token_hex(16)}"

@@ -59,6 +59,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
     """
     if settings.kv_engine == "nixl":
         require_nixl()
+        _logger.warning("KV by NIXL: who reaches UCX's ports may read this process's memory (docs/kv-transfer-nixl.md)")
     keys = listener_keys(settings.secret) if settings.kv_encryption == "curve" and settings.secret is not None else None
     shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
     if shape is not None:
@@ -74,7 +75,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
         channel: Channel = network
         if settings.kv_engine == "nixl":
             # No shared memory of ours beside it: inside a host UCX uses its own.
-            channel = NixlChannel(network, NixlAgent(), clock, settings.secret)
+            channel = NixlChannel(network, NixlAgent(is_local=not settings.needs_secret), clock, settings.secret)
         elif is_shared:
             channel = SharedMemoryChannel(network, clock)
         if shape is not None:
