@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +15,11 @@ from typing import IO
 import pytest
 
 from pdserve.cli.__main__ import run
-from pdserve.cli.doctor import Verdict, models
+from pdserve.cli.doctor import Finding, Verdict, compiler, models, ports
 from pdserve.cli.exit_codes import ExitCode, exit_code_of
 from pdserve.core.errors import GRPC_CODES, AttemptsExhausted, ConfigError, Overloaded
 from pdserve.core.models import ALIASES, DEFAULT_MODEL, MANIFEST_NAME, prepared_dir
+from pdserve.core.settings import RouterSettings
 from tests.client.stub_router import ANSWER, stub_router
 
 DEADLINE_S = 60.0
@@ -328,6 +330,27 @@ def test_doctor_fails_a_cache_that_cannot_be_made(place: str, tmp_path: Path, mo
     assert (found.name, found.verdict) == ("cache", Verdict.FAIL)
     assert str(tmp_path / place) in found.fact
     assert "PDSERVE_CACHE" in found.advice
+
+
+@pytest.mark.parametrize(("has_gpu", "verdict"), [(False, Verdict.OK), (True, Verdict.WARN)])
+def test_doctor_misses_a_compiler_where_one_is_needed(
+    has_gpu: bool, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    (found,) = compiler()
+    assert (found.verdict, found.fact) == (verdict, "none")
+
+
+def test_doctor_looks_at_both_ports_of_a_router(busy_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterSettings.model_fields["http_port"], "default", busy_port)
+    _, found = ports()
+    assert found == Finding(
+        "HTTP port",
+        Verdict.WARN,
+        f"{busy_port} is taken",
+        "`pdserve status` tells whether it is a cluster; `pdserve up --http-port` takes another",
+    )
 
 
 def test_doctor_finds_nothing_broken_here() -> None:

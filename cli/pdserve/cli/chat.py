@@ -3,9 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from pdserve.cli.request_options import SERVER, AnswerOptions, ServerOption, takes_options
+from pdserve.cli.request_options import CONVERSATION, SERVER, SHOWN, AnswerOptions, ServerOption, option, takes_options
 
 if TYPE_CHECKING:
     from pdserve.cli.chat_lines import ChatLines
@@ -16,10 +14,10 @@ if TYPE_CHECKING:
 @takes_options
 def chat(
     answering: AnswerOptions,
-    system: Annotated[str, typer.Option(help="System message.", show_default=False)] = "",
+    system: Annotated[str, option("System message.", CONVERSATION)] = "",
     server: ServerOption = SERVER,
     stats: Annotated[
-        bool | None, typer.Option("--stats/--no-stats", help="Show times and tokens. Default: on a terminal.")
+        bool | None, option("Show times and tokens. Default: on a terminal.", SHOWN, "--stats/--no-stats")
     ] = None,
 ) -> None:
     """Talk with a model. Ctrl-C cancels the running answer, Ctrl-D leaves; each line of piped input is a question."""

@@ -142,10 +142,14 @@ def triton() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """A C++ compiler, which native operators are built with."""
-    path = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    """A C compiler, with which Triton builds what starts its kernels; nothing on a CPU needs one."""
+    import torch
+
+    path = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if path is None:
-        yield Finding("compiler", Verdict.WARN, "none", "native CPU operators cannot be built; install g++")
+        is_needed = torch.cuda.is_available()
+        advice = "GPU kernels cannot be started; install gcc" if is_needed else "nothing on a CPU needs one"
+        yield Finding("compiler", Verdict.WARN if is_needed else Verdict.OK, "none", advice)
         return
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
     yield Finding("compiler", Verdict.OK, done.stdout.partition("\n")[0] or path)
@@ -203,16 +207,18 @@ def environment() -> Iterator[Finding]:
 
 
 def ports() -> Iterator[Finding]:
-    """The router's port, and loopback itself."""
+    """The router's ports, and loopback itself."""
     from pdserve.core.settings import RouterSettings
 
-    port = RouterSettings.model_fields["port"].default
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        taken = probe.connect_ex(("127.0.0.1", port)) == 0
-    advice = "`pdserve status` tells whether it is a cluster; `pdserve up --port` takes another" if taken else ""
-    fact = f"{port} {'is taken' if taken else 'is free'}"
-    yield Finding("router port", Verdict.WARN if taken else Verdict.OK, fact, advice)
+    for name, field in (("router port", "port"), ("HTTP port", "http_port")):
+        port = int(RouterSettings.model_fields[field].default)
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            taken = probe.connect_ex(("127.0.0.1", port)) == 0
+        option = f"--{field.replace('_', '-')}"
+        advice = f"`pdserve status` tells whether it is a cluster; `pdserve up {option}` takes another" if taken else ""
+        fact = f"{port} {'is taken' if taken else 'is free'}"
+        yield Finding(name, Verdict.WARN if taken else Verdict.OK, fact, advice)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

@@ -79,7 +79,7 @@ class Ready(Event):
     def line(self) -> str:
         """Return the event as a line for people."""
         http = f"; OpenAI's API at http://{self.http_address}/v1" if self.http_address else ""
-        return f'ready: pdserve generate --server {self.address} "Once upon a time"{http}'
+        return f'ready: pdserve generate --server {self.address} --chat "What is 2+2?"{http}'
 
 
 @dataclass(frozen=True, slots=True)

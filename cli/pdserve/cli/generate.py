@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.request_options import SERVER, AnswerOptions, MoreOptions, ServerOption, takes_options
+from pdserve.cli.request_options import (
+    CONVERSATION,
+    SERVER,
+    SHOWN,
+    AnswerOptions,
+    MoreOptions,
+    ServerOption,
+    option,
+    takes_options,
+)
 from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -17,17 +26,19 @@ if TYPE_CHECKING:
 
 @takes_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")],
     answering: AnswerOptions,
     more: MoreOptions,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Ask through the model's chat template.", show_default=False)
+        bool | None, option("Ask through the model's chat template.", CONVERSATION, "--chat/--no-chat")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message; implies --chat.", show_default=False)] = None,
+    system: Annotated[str | None, option("System message; implies --chat.", CONVERSATION)] = None,
     server: ServerOption = SERVER,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Show text as it comes, or all at once.")] = True,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines; the last one holds the whole answer.")] = False,
+    stream: Annotated[
+        bool, option("Show text as it comes (default), or all at once.", SHOWN, "--stream/--no-stream")
+    ] = True,
+    timeline: Annotated[bool, option("Show where the time went.", SHOWN, "--timeline")] = False,
+    as_json: Annotated[bool, option("JSON lines; the last one holds the whole answer.", SHOWN, "--json")] = False,
 ) -> None:
     """Stream the answer to a prompt. Ctrl-C cancels the request."""
     from pdserve.cli.report import errors_as_json, output, run_async

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SERVER = "127.0.0.1:50051"
 SAMPLING, LIMITS, LANGUAGE = "How tokens are chosen", "When the answer ends", "What the answer may be (one of these)"
+CONVERSATION, SHOWN = "Conversation", "What comes back"
 
 ServerOption = Annotated[str, typer.Option(envvar="PDSERVE_SERVER", metavar="HOST:PORT", help="Router's address.")]
 
@@ -48,7 +49,7 @@ class AnswerOptions:
     frequency_penalty: Annotated[float | None, option("The same, once per occurrence.", SAMPLING)] = None
     model: Annotated[str, typer.Option(help="Model name. Default: the router's only model.", show_default=False)] = ""
     template_arguments: Annotated[
-        str, typer.Option(metavar="JSON", help="Variables for the chat template, one object.", show_default=False)
+        str, option("Variables for the chat template, one object.", CONVERSATION, metavar="JSON")
     ] = ""
 
     def options(self) -> "Options":
@@ -75,10 +76,12 @@ class AnswerOptions:
 class MoreOptions:
     """What only `generate` takes."""
 
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Number of answers.", show_default=False)] = None
+    n: Annotated[int | None, option("Number of answers.", SHOWN, "--n", "-n")] = None
     request_id: Annotated[str, typer.Option(help="Label for logs.", show_default=False)] = ""
     min_tokens: Annotated[int | None, option("Tokens before which nothing ends the answer.", LIMITS)] = None
-    stop_token_id: Annotated[list[int] | None, option("Token that ends the answer; may be repeated.", LIMITS)] = None
+    stop_token_id: Annotated[
+        list[int] | None, option("Token that ends the answer; may be repeated.", LIMITS, metavar="ID")
+    ] = None
     include_stop: Annotated[bool | None, option("Keep the stop text in the answer.", LIMITS, "--include-stop")] = None
     ignore_eos: Annotated[bool | None, option("Go on past the end-of-sequence token.", LIMITS, "--ignore-eos")] = None
     logit_bias: Annotated[
@@ -94,15 +97,11 @@ class MoreOptions:
     grammar: Annotated[Path | None, option("Text of a Lark or GBNF grammar.", LANGUAGE, metavar="FILE")] = None
     tool: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="JSON definition of a tool; may be repeated; implies --chat."),
+        option("JSON definition of a tool; may be repeated; implies --chat.", CONVERSATION, metavar="FILE"),
     ] = None
-    tool_choice: Annotated[
-        str, typer.Option(metavar="CHOICE", help="auto, none, required, or a tool's name.", show_default=False)
-    ] = ""
-    logprobs: Annotated[
-        int | None, typer.Option(help="Show each token's log-probability and so many alternatives.", show_default=False)
-    ] = None
-    prompt_logprobs: Annotated[bool, typer.Option("--prompt-logprobs", help="Score the prompt's tokens too.")] = False
+    tool_choice: Annotated[str, option("auto, none, required, or a tool's name.", CONVERSATION, metavar="CHOICE")] = ""
+    logprobs: Annotated[int | None, option("Show each token's log-probability and so many alternatives.", SHOWN)] = None
+    prompt_logprobs: Annotated[bool, option("Score the prompt's tokens too.", SHOWN, "--prompt-logprobs")] = False
 
     def added_to(self, options: "Options") -> "Options":
         """Return `options` with these. Raises InvalidRequest for what cannot be read, with the option's name."""
