@@ -273,10 +273,28 @@ def test_a_read_that_fails_ends_the_route_at_both_ends(
     (lost,) = polled(listener, until=has(Lost))
     assert isinstance(lost, Lost)
     assert "planted" in lost.reason
+    assert dialler.send(route, b"before it learns of that")
+    told = told_until_arrived(listener, b"before it learns of that", monkeypatch)
+    assert told == [], "a lost route tells nothing any more"
     polled(dialler, listener, until=has(Lost))
     assert not listener.send(lost.route, b"too late")
     assert listener.gauges()["kv_nixl_links"] == dialler.gauges()["kv_nixl_links"] == 0
     assert listener.poll(0.0) == []
+
+
+def told_until_arrived(channel: NixlChannel, frame: bytes, monkeypatch: pytest.MonkeyPatch) -> list[ChannelEvent]:
+    """Poll until a frame came to the channel inside; return what this channel told till then."""
+    inner_poll, came = channel._inner.poll, list[list[bytes]]()
+
+    def poll(timeout_s: float | None) -> list[ChannelEvent]:
+        events = inner_poll(timeout_s)
+        came.extend(frames_of(events))
+        return events
+
+    with monkeypatch.context() as patched:
+        patched.setattr(channel._inner, "poll", poll)
+        told = polled(channel, until=lambda _: [frame] in came)
+        return told + channel.poll(0.0)
 
 
 def _fails(*_: object) -> None:
@@ -385,6 +403,8 @@ def test_gap_a_read_cannot_be_taken_back() -> None:
             clock.advance(nixl_channel.SPIN_S + 60.0)
             told = polled(listener, until=has(Lost))
             assert [type(event) for event in told] == [Lost], "a read that is overdue ends its route by name"
+            for _ in range(5):
+                assert listener.poll(0.0) == []
             assert listener.gauges()["kv_nixl_links"] == 0
             assert listener.gauges()["kv_nixl_reads"] == 1, "it is still under way"
             assert wanted.landing not in reads._free, "its memory must not be used again"
@@ -406,14 +426,17 @@ def test_gap_a_read_cannot_be_taken_back() -> None:
 @pytest.mark.usefixtures("over_tcp")
 def test_gap_an_idle_channel_does_nothing_and_a_busy_one_must_look() -> None:
     """NIXL's gap: there is no descriptor to wait on. Idle ends wait in ZeroMQ; only what is under way is looked after."""
-    with closing(NixlChannel(ZeroMqChannel(), NixlAgent(), SystemClock())) as listener:
+    clock = ManualClock()
+    with closing(NixlChannel(ZeroMqChannel(), NixlAgent(), clock)) as listener:
         elsewhere = Elsewhere(listener, listener.listen("127.0.0.1", 0))
         try:
             assert listener._wait_s(None) is None, "an idle end must not wake up by itself"
             elsewhere.do("send")
             polled(listener, until=lambda _: listener.gauges()["kv_nixl_reads"] == 1)
-            wait_s = listener._wait_s(None)
-            assert wait_s is not None and wait_s <= nixl_channel.LONG_NAPS_S[1]
+            assert listener._wait_s(None) == 0.0, "what moved a moment ago is looked after all the time"
+            clock.advance(nixl_channel.SPIN_S)
+            waits = [listener._wait_s(None) for _ in range(8)]
+            assert (waits[0], waits[-1]) == nixl_channel.LONG_NAPS_S
         finally:
             elsewhere.kill()
 
