@@ -11,6 +11,7 @@ from pdserve.core.layout import KvLayout, LayerLayout
 from pdserve.core.work import Sampling
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.decode_graphs import ROW_BUCKETS, DecodeGraphs, Run
+from pdserve.engine.engine import _current
 from pdserve.engine.kv_pool import KvPool
 from pdserve.kernels.backends import BACKENDS, Backend
 from pdserve.kernels.logits import Chosen, SampledRow
@@ -40,6 +41,13 @@ def test_a_step_lets_its_backend_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [choice.token_id for choice in first_choices(small_engine().step(chunks)) if isinstance(choice, Chosen)]
     assert tokens[1] == 13
     assert tokens[0] == tokens[2] != 13
+
+
+def test_kernels_are_launched_on_the_engines_own_device() -> None:
+    """Triton launches on the thread's current device: with `--device cuda:1` that was another one than the tensors'."""
+    guard = _current(torch.device("cuda:1"))
+    assert isinstance(guard, torch.cuda.device)
+    assert guard.idx == 1
 
 
 def into_one_buffer(run: Run) -> Run:

@@ -4,18 +4,21 @@ Decode must read all weights and all KV: its bound is a copy's rate. Prefill mus
 """
 
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pdserve.core.work import Sampling
 from pdserve.engine.attention import ATTENTION_NAME
 from pdserve.engine.batch import SequenceChunk
-from pdserve.engine.decode_graphs import eagerly
+from pdserve.engine.decode_graphs import DecodeGraphs, eagerly
 from pdserve.engine.engine import Engine
 from pdserve.engine.loading import LoadedModel
 from pdserve.engine.quiet import quieten_transformers
-from tests.engine.small import GREEDY_ROW
+from pdserve.kernels.logits import SampledRow
+from tests.engine.small import GREEDY
 from tests.gpu.measure import Yardstick
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 32, 4096, 14336, 128256
@@ -55,45 +58,53 @@ def large_engine(device: torch.device, scale: int = 1) -> Engine:
     )
 
 
-def measure_steps(device: torch.device, best: Yardstick, scale: int = 1) -> list[str]:
-    """Return a line per kind of step; `scale` divides all sizes."""
+def measure_steps(device: torch.device, best: Yardstick, scale: int = 1) -> Iterator[str]:
+    """Yield a line per kind of step; `scale` divides all sizes."""
     engine = large_engine(device, scale)
     module: Any = engine._forward._module
     weights = sum(p.numel() for name, p in module.named_parameters() if "embed_tokens" not in name)
+    yield _graphs_agree(engine)
+    yield from _decode(engine, best, weights, BATCH, CONTEXT // scale)
+    # A prompt's step computes the logits of its last row alone.
+    products = weights - module.lm_head.weight.numel()
+    yield _prefill(engine, best, products, PROMPT // scale, module.config.num_attention_heads)
+
+
+def _chunks(batch: int, position: int, width: int, sampling: Sampling = GREEDY) -> list[SequenceChunk]:
     return [
-        *_decode(engine, best, weights, BATCH, CONTEXT // scale),
-        _prefill(engine, best, weights, PROMPT // scale, module.config.num_attention_heads),
-        _graphs_agree(engine),
+        SequenceChunk(
+            *((7 + row,), position, range(row * width, (row + 1) * width)), (SampledRow(sampling, 0, position),)
+        )
+        for row in range(batch)
     ]
 
 
-def _chunks(batch: int, position: int, width: int) -> list[SequenceChunk]:
-    return [
-        SequenceChunk((7 + row,), position, range(row * width, (row + 1) * width), GREEDY_ROW) for row in range(batch)
-    ]
-
-
-def _decode(engine: Engine, best: Yardstick, weights: int, batch: int, context: int) -> list[str]:
+def _decode(engine: Engine, best: Yardstick, weights: int, batch: int, context: int) -> Iterator[str]:
     width = engine.num_blocks // batch
-    chunks = _chunks(batch, min(context, width * BLOCK) - 1, width)
+    position = min(context, width * BLOCK) - 1
+    chunks, drawn = (_chunks(batch, position, width, how) for how in (GREEDY, Sampling(1.0, seed=3)))
     moved = 2 * weights + engine.layout.token_bytes * batch * (chunks[0].start + 1)
-    lines = []
     graphs = engine._forward._graphs
-    for name, used in (("captured", graphs), ("launch by launch", None)):
+    kinds: tuple[tuple[str, DecodeGraphs | None, Callable[[], object]], ...] = (
+        ("captured", graphs, lambda: engine.logits(chunks)),
+        ("captured, with greedy tokens", graphs, lambda: engine.step(chunks)),
+        ("captured, with drawn tokens", graphs, lambda: engine.step(drawn)),
+        ("launch by launch", None, lambda: engine.logits(chunks)),
+    )
+    for name, used, call in kinds:
         engine._forward._graphs = used
-        took = _step_seconds(lambda: engine.logits(chunks), engine.device)
+        took = _step_seconds(call, engine.device)
         share = moved / best.copy_rate / took
         verdict = "meets" if share >= DECODE_TARGET else "BELOW"
-        lines.append(
+        yield (
             f"decode step {batch} x {context}, {name}: {took * 1e3:.2f} ms, {share:.0%} of the roofline ({verdict} 80 %)"
         )
     engine._forward._graphs = graphs
-    return lines
 
 
 def _prefill(engine: Engine, best: Yardstick, weights: int, length: int, heads: int) -> str:
     blocks = range(-(-length // BLOCK))
-    chunk = SequenceChunk(tuple(n % engine.vocab_size for n in range(length)), 0, blocks, GREEDY_ROW)
+    chunk = SequenceChunk(tuple(n % engine.vocab_size for n in range(length)), 0, blocks, (SampledRow(GREEDY, 0, 0),))
     took = _step_seconds(lambda: engine.logits([chunk]), engine.device)
     shape = engine.layout.layers[0]
     # Products with the weights, and of attention the causal half of both.
@@ -117,7 +128,7 @@ def _graphs_agree(engine: Engine) -> str:
     return f"{'ok' if error <= 0.05 * float(plain.abs().max()) else 'WRONG'}: graph capture: largest difference {error:.2g}"
 
 
-def _step_seconds(call: Any, device: str) -> float:
+def _step_seconds(call: Callable[[], object], device: str) -> float:
     """Return the median wall time of a step, the host's part included."""
     times = []
     for _ in range(STEPS if device.startswith("cuda") else 1):

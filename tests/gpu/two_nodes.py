@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from pdserve.client import Options
+from pdserve.core.work import Sampling
 from pdserve.engine.engine import Engine
 from tests.e2e.cluster import start_cluster
 from tests.e2e.tiny_model import write_tiny_model
@@ -11,27 +12,37 @@ from tests.engine.small import Generation, generate
 
 ON_GPU = ("--device", "cuda", "--dtype", "float32", "--attention-backend", "triton")
 NUM_TOKENS = 24
+KINDS = {"greedy": Sampling(), "sampled": Sampling(1.0, seed=2**63 + 11)}
 
 
-async def answers_agree(options: tuple[str, ...] = ON_GPU) -> str:
-    """Return a line that begins with `ok` or `WRONG`."""
+async def answers_agree(options: tuple[str, ...] = ON_GPU) -> list[str]:
+    """Return a line for greedy and one for sampled answers; each begins with `ok` or `WRONG`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_tiny_model(folder / "tiny")
         prompts = [tuple(range(5, 5 + length)) for length in (3, 40, 90)]
         engine = Engine.load(model, num_blocks=64)
-        expected = []
-        for prompt in prompts:
-            generation = Generation(engine, prompt, 0)
-            generate(engine, [generation], NUM_TOKENS)
-            expected.append(tuple(generation.output))
+        expected = [[_expected(engine, prompt, how) for prompt in prompts] for how in KINDS.values()]
         node = (*options, "--kv-blocks", "64")
         async with start_cluster(
             model, folder, prefill=((*node, "--token-budget", "32"),), decode=((*node, "--block-size", "32"),)
         ) as cluster:
-            wanted = Options(max_tokens=NUM_TOKENS, ignore_eos=True)
-            found = [tuple((await cluster.answer(prompt, wanted)).token_ids) for prompt in prompts]
+            found = [
+                [tuple((await cluster.answer(prompt, _options(how))).token_ids) for prompt in prompts]
+                for how in KINDS.values()
+            ]
             await cluster.leak_oracle()
-    return (
-        f"{'ok' if found == expected else 'WRONG'}: prefill and decode processes on one device, {len(prompts)} prompts"
-    )
+    return [
+        f"{'ok' if ours == theirs else 'WRONG'}: prefill and decode processes on one device, {kind}, {len(prompts)} prompts"
+        for kind, ours, theirs in zip(KINDS, found, expected, strict=True)
+    ]
+
+
+def _expected(engine: Engine, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+    generation = Generation(engine, prompt, 0, sampling)
+    generate(engine, [generation], NUM_TOKENS)
+    return tuple(generation.output)
+
+
+def _options(how: Sampling) -> Options:
+    return Options(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=how.temperature, seed=how.seed)

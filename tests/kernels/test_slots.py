@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.kernels.slots import slots_of
+from pdserve.kernels.slots import slot_of, slots_of
 
 BLOCK_IDS = [7, 2, 5]
 
@@ -17,6 +17,7 @@ def test_every_range_follows_the_formula(block_size: int) -> None:
             slots = slots_of(BLOCK_IDS, range(start, stop), block_size)
             assert slots.dtype == torch.int64
             assert slots.tolist() == expected
+        assert slot_of(BLOCK_IDS, start, block_size) == slots_of(BLOCK_IDS, range(start, start + 1), block_size)[0]
 
 
 def test_positions_past_the_table_have_no_slot() -> None:

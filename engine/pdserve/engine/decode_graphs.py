@@ -39,24 +39,32 @@ def eagerly(run: Run) -> Run:
     return run
 
 
-def as_cuda_graph(run: Run) -> Run:
-    """Capture a CUDA graph. Not run on a GPU yet."""
-    warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):  # kernels are compiled and workspaces allocated outside the capture
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    # Of this thread alone: another one may be placing KV meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = run()
+def cuda_graphs() -> Capture:
+    """Return what captures CUDA graphs. They share their memory: no two run at once, and none reads what another left.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return logits
+    Not run on a GPU yet.
+    """
+    memory = torch.cuda.graph_pool_handle()
 
-    return replay
+    def capture(run: Run) -> Run:
+        warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):  # kernels are compiled and workspaces allocated outside the capture
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: another one may be placing KV meanwhile.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            logits = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    return capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class DecodeGraphs:
         backend: Backend,
         device: torch.device,
         max_length: int,
-        capture: Capture = as_cuda_graph,
+        capture: Capture | None = None,
     ) -> None:
         assert backend.static_plan is not None
         self._module = module
@@ -85,7 +93,7 @@ class DecodeGraphs:
         self._make_plan = backend.static_plan
         self._device = device
         self._max_length = max_length
-        self._capture = capture
+        self._capture = capture or cuda_graphs()
         self._buckets: dict[tuple[int, int], _Bucket] = {}
 
     @property

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -91,10 +92,11 @@ class Engine:
         self.eos_token_ids = model.eos_token_ids
         self.vocab_size = model.vocab_size
         self.max_model_len = served_length(model.config, max_model_len)
-        self.layout: KvLayout = discover(
-            model.module, model.architecture, model.num_layers, model.vocab_size, dtype, backend, where
-        )
-        check_isolation(model.module, model.architecture, self.layout, model.vocab_size, backend, where)
+        with _current(where):
+            self.layout: KvLayout = discover(
+                model.module, model.architecture, model.num_layers, model.vocab_size, dtype, backend, where
+            )
+            check_isolation(model.module, model.architecture, self.layout, model.vocab_size, backend, where)
         self.identity = Identity(
             weight_digest=model.weight_digest,
             architecture=model.architecture,
@@ -102,6 +104,7 @@ class Engine:
             tokenizer_digest=model.tokenizer_digest,
         )
         self.capabilities = Capabilities(compute_dtype=dtype, kv_dtype=dtype, wire_dtypes=(dtype,))
+        self._where = where
         self._pool = KvPool(self.layout, num_blocks, block_size, where, backend)
         graphs = None
         if where.type == "cuda" and backend.static_plan is not None:
@@ -127,7 +130,7 @@ class Engine:
         """
         if not chunks:
             return StepResult(())
-        with torch.inference_mode():
+        with torch.inference_mode(), _current(self._where):
             logits = self._compute(chunks, on_layer)
             rows = [row for chunk in chunks for row in chunk.samples]
             choices = iter(sample(_sampled(logits, chunks), rows, self._draw_rows))
@@ -140,7 +143,7 @@ class Engine:
 
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Do as `step`, but return the logits [rows of `samples`, vocabulary]; draw and score nothing."""
-        with torch.inference_mode():
+        with torch.inference_mode(), _current(self._where):
             return _sampled(self._compute(chunks, on_layer), chunks)
 
     def _compute(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> torch.Tensor:
@@ -159,11 +162,13 @@ class Engine:
 
         Size: `layout.range_bytes(layers, len(positions))`; ValueError otherwise.
         """
-        self._pool.pack(layers, self._pool.slots(block_ids, positions), into)
+        with _current(self._where):
+            self._pool.pack(layers, self._pool.slots(block_ids, positions), into)
 
     def unpack(self, layers: range, block_ids: Sequence[int], positions: range, payload: memoryview) -> None:
         """Place wire form where `pack` would read it; ValueError if the size is wrong."""
-        self._pool.unpack(layers, self._pool.slots(block_ids, positions), payload)
+        with _current(self._where):
+            self._pool.unpack(layers, self._pool.slots(block_ids, positions), payload)
 
     def copy_block(self, source: int, target: int, num_positions: int) -> None:
         """Copy the KV of the first `num_positions` positions of a block to another, in every layer; in the thread of `step`."""
@@ -190,6 +195,11 @@ class Engine:
             raise ValueError(f"{len(chunk.scored_ids)} ids are to be scored after {len(chunk.token_ids)} tokens")
         if not all(0 <= token < self.vocab_size for token in chunk.scored_ids):
             raise ValueError("a scored id lies outside the vocabulary")
+
+
+def _current(where: torch.device) -> AbstractContextManager[object]:
+    """Make `where` this thread's current device: kernels are launched on that one, wherever their tensors lie."""
+    return torch.cuda.device(where) if where.type == "cuda" else nullcontext()
 
 
 def _kept_rows(chunk: SequenceChunk) -> list[int]:

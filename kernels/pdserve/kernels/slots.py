@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def slot_of(block_ids: Sequence[int], position: int, block_size: int) -> int:
+    """Return the slot of one position of the sequence with that block table."""
+    return block_ids[position // block_size] * block_size + position % block_size
+
+
 def slots_of(block_ids: Sequence[int], positions: range, block_size: int) -> Tensor:
     """Return the slots of `positions` (step 1) of the sequence with that block table: int64, on the CPU.
 
