@@ -41,6 +41,8 @@ class Scenario:
     window_bytes: int = 1 << 20
     has_secret: bool = False
     skip_tokens: int = 0
+    wire_dtype: str = ""
+    holds_falsely: bool = False
     is_met: bool = True
     """Whether it begins after the handshake; if not, the router names each node to the other at any time."""
 
@@ -70,7 +72,15 @@ def search(scenario: Scenario) -> Found:
     """Visit all states of `scenario`; raise Broken, with the shortest way to it, at the first that breaks a rule."""
     found = Found()
     named = {SENDER, RECEIVER} if scenario.is_met else set[str]()
-    start = Model(scenario.plans, scenario.window_bytes, scenario.has_secret, scenario.skip_tokens, named)
+    start = Model(
+        scenario.plans,
+        scenario.window_bytes,
+        scenario.has_secret,
+        scenario.skip_tokens,
+        scenario.wire_dtype,
+        scenario.holds_falsely,
+        named,
+    )
     budget = tuple(
         (name, getattr(scenario, f"num_{name}"))
         for name in ("faults", "aborts", "repeats", "cuts", "restarts", "times")

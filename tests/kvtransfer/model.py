@@ -58,6 +58,10 @@ class Model:
     has_secret: bool = False
     skip_tokens: int = 0
     """How many leading tokens the decode node holds already."""
+    wire_dtype: str = ""
+    """The 8-bit form in which KV travels; empty: as it is."""
+    holds_falsely: bool = False
+    """Whether what the decode node says that it holds is another prompt's."""
     named: set[str] = field(default_factory=lambda: {SENDER, RECEIVER})
     """The sides that the router told of the other one. Those that it has not told yet, it tells by `name`."""
     now_s: float = 0.0
@@ -86,7 +90,11 @@ class Model:
 
     def settings(self, side: str) -> ModelSettings:
         """Return the settings of the present run of one side."""
-        return settings_of(side, self.generations[side], self.window_bytes, self.has_secret)
+        return settings_of(side, self.generations[side], self.window_bytes, self.has_secret, self.wire_dtype)
+
+    def content(self, name: int, attempt: int, token: int) -> bytes:
+        """Return the KV of one token of one attempt in the form that travels."""
+        return content(name, attempt, token, self.settings(SENDER).wire_layout.token_bytes)
 
     def name(self, side: str) -> None:
         """The router names the other node to one side."""
@@ -137,7 +145,9 @@ class Model:
         if self.place is not None:
             raise Broken("the model granted a place that is taken")
         self.runs[RECEIVER, plan.name].is_decided = True
-        held = {token: content(plan.name, plan.expected_attempt, token) for token in range(self.skip_tokens)}
+        held = {token: self.content(plan.name, plan.expected_attempt, token) for token in range(self.skip_tokens)}
+        if self.holds_falsely:
+            held = dict.fromkeys(held, b"another prompt's")
         self.place = (plan.name, held)
         self.receiver.grant(plan.transfer_id, self.skip_tokens, self.now_s)
 
@@ -255,7 +265,7 @@ class Model:
         route = plan.link.route
         if route is None or len(plan.frame.tokens) != 1:
             raise Broken("the model's frames hold one token each and go on a connection")
-        payload = content(name, plan.transfer.spec.attempt, plan.frame.tokens.start)
+        payload = self.content(name, plan.transfer.spec.attempt, plan.frame.tokens.start)
         self.put(RECEIVER, route, plan.transfer.header(plan.frame, checksum(payload)), payload)
         self.sender.data_sent(plan, 0.0, self.now_s)
         self.sender.data_released(plan.link, route)
@@ -356,7 +366,7 @@ class Model:
         if self.place is None or self.place[0] != name:
             raise Broken(f"transfer {name} was adopted without a place")
         attempt = next(plan.expected_attempt for plan in self.plans if plan.name == name)
-        wanted = {token: content(name, attempt, token) for token in range(NUM_TOKENS)}
+        wanted = {token: self.content(name, attempt, token) for token in range(NUM_TOKENS)}
         if self.place[1] != wanted:
             raise Broken(f"transfer {name} was adopted with bytes that were not sent: {self.place[1]}")
         if self.runs[SENDER, name].produced <= NUM_TOKENS:

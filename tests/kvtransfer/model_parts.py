@@ -1,7 +1,7 @@
 """What the model of the exhaustive search is made of: tiny settings, plans and runs, and what its copies share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -46,11 +46,12 @@ class ModelSettings(LinkSettings):
 
 
 @cache
-def settings_of(side: str, generation: int, window_bytes: int, has_secret: bool) -> ModelSettings:
+def settings_of(side: str, generation: int, window_bytes: int, has_secret: bool, wire_dtype: str) -> ModelSettings:
     """Return the settings of one run of one side, always the same object."""
     return ModelSettings(
         identity=IDENTITY,
-        capabilities=CAPABILITIES,
+        capabilities=replace(CAPABILITIES, wire_dtypes=(*CAPABILITIES.wire_dtypes, *filter(None, [wire_dtype]))),
+        wire_dtype=wire_dtype,
         layout=LAYOUT,
         incarnation=Incarnation(f"{side[0]}{generation}".encode() * 8),
         secret=b"the secret of the model" if has_secret else None,
@@ -104,9 +105,9 @@ class Run:
         return self.events.count("closed") < self.times
 
 
-def content(name: int, attempt: int, token: int) -> bytes:
+def content(name: int, attempt: int, token: int, num_bytes: int = FRAME_BYTES) -> bytes:
     """The KV of one token of one attempt: different everywhere."""
-    return bytes([name, attempt, token, 0xA5])[:FRAME_BYTES]
+    return bytes([name, attempt, token, 0xA5]).ljust(num_bytes, b"\x5a")
 
 
 @cache
@@ -126,14 +127,18 @@ def _life(table: str, subject: str, entered_s: float, state: int) -> LifeCycle[E
     return life
 
 
-def _layout() -> KvLayout:
-    return LAYOUT
+@cache
+def _layout(dtype: str) -> KvLayout:
+    return LAYOUT.on_wire(dtype)
 
 
 SHARED: dict[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     LifeCycle: lambda life: (_life, (life.table.name, life.subject, life.entered_s, life.state.value)),
-    KvLayout: lambda layout: (_layout, ()),
-    ModelSettings: lambda mine: (settings_of, (mine.side, mine.generation, mine.window_bytes, mine.secret is not None)),
+    KvLayout: lambda layout: (_layout, (layout.dtype,)),
+    ModelSettings: lambda mine: (
+        settings_of,
+        (mine.side, mine.generation, mine.window_bytes, mine.secret is not None, mine.wire_dtype),
+    ),
     TransferSpec: lambda spec: (spec_of, (spec.transfer_id, spec.attempt, spec.peer)),
     Plan: lambda plan: (_plan, (plan.name, plan.sent_attempt, plan.expected_attempt)),
 }

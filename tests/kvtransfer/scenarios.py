@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.kvtransfer.explore import Scenario
-from tests.kvtransfer.model_parts import FRAME_BYTES, Plan
+from tests.kvtransfer.model_parts import FRAME_BYTES, NUM_TOKENS, Plan
 
 EVERY_FAULT = ("lose", "duplicate", "repeat_later", "swap", "corrupt")
 TWO = (Plan(0), Plan(1))
@@ -36,6 +36,32 @@ DELTA = Scenario(
     num_aborts=1,
 )
 DELTA_CLEAN = Scenario("the decode node holds the first token", skip_tokens=1, must_succeed=True)
+DELTA_ENDS = Scenario(
+    "the decode node holds the first token, a deadline, a break, an end",
+    skip_tokens=1,
+    num_times=1,
+    num_cuts=1,
+    num_aborts=1,
+)
+DELTA_TWO = Scenario(
+    "two transfers of which the decode node holds the first token, a late repeat",
+    plans=TWO,
+    skip_tokens=1,
+    faults=("repeat_later",),
+    num_faults=1,
+)
+DELTA_ALL = Scenario(
+    "the decode node holds every token, a fault, an end",
+    skip_tokens=NUM_TOKENS,
+    faults=EVERY_FAULT,
+    num_faults=1,
+    num_aborts=1,
+)
+FALSELY_HELD = Scenario("the decode node says that it holds what it does not", skip_tokens=1, holds_falsely=True)
+SMALL = Scenario(
+    "KV goes in eight bits, a fault, an end", wire_dtype="int8", faults=EVERY_FAULT, num_faults=1, num_aborts=1
+)
+SMALL_CLEAN = Scenario("KV goes in eight bits", wire_dtype="int8", must_succeed=True)
 STALE = Scenario(
     "the two submits name different attempts",
     plans=(Plan(0, sent_attempt=1, expected_attempt=2),),
@@ -71,6 +97,11 @@ SCENARIOS = [
     TWO_FAULTS,
     DELTA_CLEAN,
     DELTA,
+    DELTA_ENDS,
+    DELTA_TWO,
+    DELTA_ALL,
+    SMALL_CLEAN,
+    SMALL,
     STALE,
     WINDOW,
     GREETING_FAULTS,

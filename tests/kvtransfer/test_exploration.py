@@ -32,6 +32,12 @@ def test_no_order_breaks_a_rule(scenario: Scenario) -> None:
         assert any("received" in outcome for outcome in found.outcomes), "the search never saw a success"
 
 
+def test_a_false_claim_to_hold_a_prefix_is_not_found_out() -> None:
+    """A stated limit: GRANT says how much is held, not of what. That this is the prompt's is the decode node's own proof."""
+    with pytest.raises(Broken, match="bytes that were not sent"):
+        search(scenarios.FALSELY_HELD)
+
+
 def no_tombstone(patch: Patch) -> None:
     patch.setattr(Tombstones, "add", lambda *_: None)
 
