@@ -27,6 +27,7 @@ from pdserve.router.request import (
     ToolCall,
     ToolMode,
 )
+from pdserve.router.structured import field_of
 from pdserve.router.validation import ServedModel, validate
 from pdserve.v1 import inference_pb2 as pb
 
@@ -347,6 +348,29 @@ def test_what_validation_refuses_has_the_clients_name(make: tuple[Any, Any], nam
     with pytest.raises(PdserveError) as refusal:
         validate(asked.calls[0], ServedModel("m", 1000, True, lambda word: frozenset({(1,)})))
     assert param_of(refusal.value.field, asked.names).partition("[")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "g"}, "guided_grammar"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_language_has_the_clients_name(fields: dict[str, Any], param: str) -> None:
+    """`guided_regex.regex` was told, which nobody had written."""
+    asked = parse_completion(completion(**fields), "l")
+    language = asked.calls[0].structured_output
+    assert language is not None
+    assert param_of(field_of(language), asked.names) == param
+    assert param_of("structured_output.choice.texts[3]", asked.names) == f"{param}[3]"
 
 
 def test_params_name_fields_of_the_contract() -> None:

@@ -85,6 +85,11 @@ PARAMS: Mapping[str, str] = {
     "stop.include_stop": "include_stop_str_in_output",
 }
 """What clients of both paths call the contract's fields."""
+LANGUAGE_FIELDS = tuple(
+    f"structured_output{rest}"
+    for rest in ("", ".json_schema", ".json_object", ".regex", ".choice", ".choice.texts", ".grammar")
+)
+"""The contract's fields of a structured output; over HTTP each language is one field, by several names."""
 
 M = TypeVar("M", bound=BaseModel)
 Uint32 = Annotated[int, Field(ge=0, le=MAX_UINT32)]
@@ -227,7 +232,7 @@ class SamplingFields(Strict):
     def names(self) -> dict[str, str]:
         """Return what this client calls the contract's fields."""
         label = {} if self.request_id is None else {"request_id": "request_id"}
-        return {**PARAMS, "structured_output": self.structured()[1], **label}
+        return {**PARAMS, **dict.fromkeys(LANGUAGE_FIELDS, self.structured()[1]), **label}
 
 
 @dataclass(frozen=True, slots=True)
