@@ -13,8 +13,11 @@ from pdserve.core.work import prompt_digest
 from pdserve.kvtransfer import Acked, Granted, Opened, Received, ReceiveFailed, SendFailed
 from pdserve.kvtransfer.channel import Channel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
+from pdserve.kvtransfer.nixl_channel import NixlChannel
+from pdserve.kvtransfer.nixl_engine import NixlAgent
 from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
+from tests.kvtransfer.nixl_ends import NEEDS_NIXL
 from tests.kvtransfer.nodes import FIRST, LAYOUT, Pair, settings, spec_for
 
 WINDOWED = KvLayout((LayerLayout(2, 8, 8), LayerLayout(2, 8, 8, window=6), LayerLayout(1, 16, 4)), "float32")
@@ -119,13 +122,14 @@ class Delta:
         return self.prompts.layout.token_bytes * num_tokens
 
 
-@pytest.fixture(params=["inprocess", "zeromq", "shared"])
+@pytest.fixture(params=["inprocess", "zeromq", "shared", pytest.param("nixl", marks=NEEDS_NIXL)])
 def delta(request: pytest.FixtureRequest) -> Iterator[Delta]:
     network = InProcessNetwork()
     make: dict[str, Callable[[], Channel]] = {
         "inprocess": network.channel,
         "zeromq": ZeroMqChannel,
         "shared": lambda: SharedMemoryChannel(ZeroMqChannel(), SystemClock()),
+        "nixl": lambda: NixlChannel(ZeroMqChannel(), NixlAgent(), SystemClock()),
     }
     both = Delta(make[request.param])
     yield both

@@ -12,8 +12,11 @@ from pdserve.core.link_shape import LinkShape
 from pdserve.kvtransfer import LinkSettings, PeerDown, PeerUp
 from pdserve.kvtransfer.channel import Channel, ChannelEvent
 from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.nixl_channel import NixlChannel
+from pdserve.kvtransfer.nixl_engine import NixlAgent
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
+from tests.kvtransfer.nixl_ends import NEEDS_NIXL
 from tests.kvtransfer.nodes import Pair, check_a_transfer_works, settings
 from tests.kvtransfer.relay import Wire
 
@@ -59,7 +62,7 @@ class CountingChannel(ZeroMqChannel):
         return super().poll(timeout_s)
 
 
-@pytest.mark.parametrize("link", ["plain", "shaped", "faulty"])
+@pytest.mark.parametrize("link", ["plain", "shaped", "faulty", pytest.param("nixl", marks=NEEDS_NIXL)])
 def test_an_idle_corridor_wakes_for_beats_only(link: str) -> None:
     """Its CPU is that of its turns: two beats each way per second, and nothing in between."""
     counters: list[CountingChannel] = []
@@ -71,6 +74,8 @@ def test_an_idle_corridor_wakes_for_beats_only(link: str) -> None:
                 return ShapedChannel(counters[-1], LinkShape(1e10, 0.002, 0.001), SystemClock())
             case "faulty":
                 return FaultyChannel(counters[-1], LinkFaults(), SystemClock())
+            case "nixl":
+                return NixlChannel(counters[-1], NixlAgent(), SystemClock())
         return counters[-1]
 
     pair = Pair.make(make).start()
