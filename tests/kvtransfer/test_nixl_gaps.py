@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.core.clock import ManualClock, SystemClock
 from pdserve.kvtransfer import nixl_channel, nixl_reads
-from pdserve.kvtransfer.channel import Arrived, ChannelEvent, Lost
+from pdserve.kvtransfer.channel import Arrived, ChannelEvent, Connected, Lost
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.nixl_engine import NixlAgent, NixlFault, RegisteredMemory
@@ -91,6 +91,45 @@ def test_kill_9_under_a_read_ends_the_route_and_frees_everything() -> None:
         polled(listener, until=lambda _: listener.gauges()["kv_nixl_reads"] == 0)
         assert listener.gauges()["kv_nixl_links"] == 0
         assert len(listener._reads._free) == nixl_reads.NUM_LANDINGS, "a landing slot is lost"
+
+
+READER = """
+from pdserve.core.clock import SystemClock
+from pdserve.kvtransfer.nixl_channel import NixlChannel
+from pdserve.kvtransfer.nixl_engine import NixlAgent
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
+channel = NixlChannel(ZeroMqChannel(), NixlAgent(), SystemClock())
+print(channel.listen("127.0.0.1", 0), flush=True)
+while not channel.gauges()["kv_nixl_reads"] or not channel.gauges()["kv_nixl_links"]:
+    channel.poll(0.01)
+print("reads", flush=True)
+input()
+"""
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_kill_9_of_the_reading_end_gives_back_what_was_lent() -> None:
+    released: list[int] = []
+    command = [sys.executable, "-c", READER]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader,
+        closing(NixlChannel(ZeroMqChannel(), NixlAgent(), SystemClock())) as dialler,
+    ):
+        assert reader.stdout is not None
+        try:
+            route = dialler.connect(reader.stdout.readline().strip())
+            polled(dialler, until=has(Connected))
+            lent = dialler.lend(route, MAX_FRAME_BYTES)
+            assert lent is not None
+            assert dialler.send_data(route, b"h", lent, lambda: released.append(1))
+            assert reader.stdout.readline().strip() == "reads"
+        finally:
+            reader.kill()
+        polled(dialler, until=has(Lost))
+        assert released == [1]
+        assert dialler.gauges()["kv_nixl_links"] == 0
+        for _ in range(20):
+            dialler._agent.progress()
 
 
 @pytest.mark.usefixtures("over_tcp")
