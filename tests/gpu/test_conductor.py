@@ -31,9 +31,9 @@ def test_the_whole_ends_within_its_time(capsys: pytest.CaptureFixture[str]) -> N
 
     def run(name: str, most_s: float) -> int:
         given.append(most_s)
-        clock[0] += most_s
+        clock[0] += most_s + 50.0
         return 0
 
     assert conduct(run, lambda: clock[0]) == 0
     assert sum(given) <= BUDGET_S
-    assert "steps of an 8B shape" in capsys.readouterr().out or len(given) == len(PARTS)
+    assert "steps of an 8B shape: left out" in capsys.readouterr().out

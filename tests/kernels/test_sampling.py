@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pdserve.core.work import Sampling
+from pdserve.kernels import shortlist
 from pdserve.kernels.gumbel_max import draw, keep
 from pdserve.kernels.logits import Chosen, RowFailed, RowState, SampledRow
 from pdserve.kernels.sampling import sample
@@ -198,7 +199,7 @@ def test_a_backend_draws_the_rows_that_have_no_filters_and_nothing_changes() -> 
     assert answers == sample(logits, rows)
 
 
-def test_of_rows_that_a_backend_draws_only_the_answers_reach_the_host() -> None:
+def test_of_rows_that_a_backend_draws_only_the_answers_reach_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of a batch are [64, 128256] floats a step: a copy of 33 MB, where four numbers a row will do."""
     vocabulary = 300
     logits = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(2))
@@ -211,6 +212,11 @@ def test_of_rows_that_a_backend_draws_only_the_answers_reach_the_host() -> None:
     with Crossings() as crossings:
         sample(logits[plain], [rows[index] for index in plain], device_draw)
     assert crossings.sizes == [4 * len(plain)]
+    monkeypatch.setattr(shortlist, "NUM_LISTED", 64)
     with Crossings() as crossings:
         sample(logits, rows, device_draw)
-    assert max(crossings.sizes) == 8 * vocabulary, "some have filters: the count would see a copy"
+    assert max(crossings.sizes) == 8 * vocabulary, "top-p of 0.9 keeps more than is listed: the row is copied"
+    narrow = [index for index in range(8) if index != 2]
+    with Crossings() as crossings:
+        sample(logits[narrow], [rows[index] for index in narrow], device_draw)
+    assert max(crossings.sizes) == 2 * 64, "a list of each row that has filters"

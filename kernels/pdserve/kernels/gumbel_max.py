@@ -82,15 +82,18 @@ def _noise(rows: Sequence[SampledRow], candidates: Sequence[Candidates]) -> list
     )
 
 
-def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST) -> Candidates:
+def keep(
+    scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST, weight: float | None = None
+) -> Candidates:
     """Return the ids that pass the filters and whose logit is at least `least`; without it, at least the most likely id.
 
-    `scores` [vocabulary]: processed logits, their maximum finite.
+    `scores` [vocabulary]: processed logits, their maximum finite. `weight`: the sum of exp(z) of which top-p is a share, where
+    `scores` are only some of them.
     """
     best = float(scores.max())
     border = kth_largest(scores, sampling.top_k) if sampling.top_k > 0 else LOWEST
     if sampling.top_p < 1.0:
-        ids = _nucleus(scores, max(border, LOWEST), sampling)
+        ids = _nucleus(scores, max(border, LOWEST), sampling, weight)
         ids = ids[scores[ids] >= least]
     else:
         ids = np.flatnonzero(scores >= max(border, least, LOWEST))
@@ -101,10 +104,10 @@ def keep(scores: NDArray[np.float32], sampling: Sampling, least: float = LOWEST)
     return ids, z
 
 
-def _nucleus(scores: NDArray[np.float32], border: float, sampling: Sampling) -> IdArray:
+def _nucleus(scores: NDArray[np.float32], border: float, sampling: Sampling, weight: float | None) -> IdArray:
     """Return the smallest set of ids, ascending, whose probability among those with logits from `border` on reaches top_p."""
     best = float(scores.max())
-    goal = sampling.top_p * _weight(scores, border, best, sampling.temperature)
+    goal = sampling.top_p * (_weight(scores, border, best, sampling.temperature) if weight is None else weight)
     guess = NUCLEUS_GUESS
     while True:
         least = kth_largest(scores, guess) if border == LOWEST else border

@@ -17,6 +17,7 @@ from pdserve.core.work import Sampling, TopLogprobs
 from pdserve.kernels.gumbel_max import draw
 from pdserve.kernels.logits import Choice, Chosen, RowFailed, SampledRow
 from pdserve.kernels.processors import process
+from pdserve.kernels.shortlist import draw_listed
 
 BROKEN_LOGITS = RowFailed("the model's logits hold NaN or infinity")
 NOTHING_ALLOWED = RowFailed(
@@ -39,8 +40,9 @@ class DrawRows(Protocol):
 def sample(logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | None = None) -> list[Choice]:
     """Return what each row of `logits` [rows, vocabulary] gets; log-probabilities are of the unmodified distribution.
 
-    With `draw_rows`, only the logits of rows that have filters leave the device; without it, those of all rows that are drawn.
-    Where none leave, the answer is one copy of four numbers a row, and the likeliest tokens beside it where they are asked for.
+    With `draw_rows`, only the likeliest ids of rows that have filters leave the device, and all logits of a row whose filters
+    keep more; without it, those of all rows that are drawn. Where none leave, the answer is one copy of four numbers a row, and
+    the likeliest tokens beside it where they are asked for.
 
     A row fails by itself where its logits define no distribution (one is NaN or positive infinity, or all are negative
     infinity), where its processors leave nothing, or where its matcher fails. Raises ValueError if the numbers of rows differ;
@@ -109,10 +111,20 @@ def _draw(
     if len(on_device) < len(drawn):
         others = set(drawn) - set(on_device)
         on_host = [index for index, can in enumerate(can_draw.tolist()) if can and index in others]
-        found_ids = draw(_on_host(scores, on_host), [rows[index] for index in on_host])
+        found_ids = _drawn_on_host(scores, rows, on_host, is_near=draw_rows is None)
         token_ids[torch.tensor(on_host, dtype=torch.int64, device=scores.device)] = torch.tensor(
             found_ids, dtype=torch.int64, device=scores.device
         )
+
+
+def _drawn_on_host(scores: Tensor, rows: Sequence[SampledRow], wanted: Sequence[int], *, is_near: bool) -> list[int]:
+    """Return the ids drawn for the rows `wanted`: from their likeliest ids, or all where logits are near or those too few."""
+    listed: list[int | None] = [None] * len(wanted)
+    if wanted and not is_near:
+        listed = draw_listed(scores[list(wanted)], [rows[index] for index in wanted])
+    whole = [index for index, token in zip(wanted, listed, strict=True) if token is None]
+    others = iter(draw(_on_host(scores, whole), [rows[index] for index in whole]) if whole else ())
+    return [next(others) if token is None else token for token in listed]
 
 
 def _on_host(scores: Tensor, rows: Sequence[int]) -> list[NDArray[np.float32]]:
