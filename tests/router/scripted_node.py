@@ -35,6 +35,7 @@ class ScriptedNode:
     incarnation: bytes = field(default_factory=new_incarnation)
     max_model_len: int = 1000
     weight_digest: str = "w"
+    wire_dtype: str = "float32"
     refusal: PdserveError | None = None
     lease_s: float = 3.0
     step_age_s: float = 0.0
@@ -107,7 +108,7 @@ class ScriptedNode:
             role=inference_pb2.Role.ValueType(self.role), incarnation=self.incarnation.hex(), block_size=16
         )
         identity = node_pb2.Identity(weight_digest=self.weight_digest, tokenizer_digest=self.tokenizer_digest)
-        capabilities = node_pb2.Capabilities(compute_dtype="float32", kv_dtype="float32", wire_dtypes=["float32"])
+        capabilities = node_pb2.Capabilities(compute_dtype="float32", kv_dtype="float32", wire_dtypes=[self.wire_dtype])
         return node_pb2.NodeHello(
             process=process,
             identity=identity,

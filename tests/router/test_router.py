@@ -257,6 +257,23 @@ async def test_a_node_without_a_kv_link_gets_no_work(tmp_path: Path) -> None:
         await stage.leak_oracle()
 
 
+async def test_a_pair_that_can_never_work_is_told_with_what_differs(tmp_path: Path) -> None:
+    """Nodes of different `--kv-wire` stood at "no KV link" for ever, and nothing said why."""
+    async with start_stage(tmp_path) as stage:
+        await stage.until("ready", 2)
+        prefill, decode = stage.prefill[0], stage.decode[0]
+        decode.weight_digest, decode.wire_dtype = "other weights", "int8"
+        await decode.attach_anew()
+        await stage.until("connecting", 2)
+        why = stage.router.membership.why_empty()
+        for node, other, label in ((prefill, decode, "decode"), (decode, prefill, "prefill")):
+            differs = f"{other.address} differs in weight_digest, wire_dtypes"
+            assert f"{node.address} is connecting (no KV link to any {label} node: {differs})" in why
+        decode.weight_digest, decode.wire_dtype = prefill.weight_digest, prefill.wire_dtype
+        await decode.attach_anew()
+        await stage.until("ready", 2)
+
+
 async def test_health_tells_what_the_pools_allow(tmp_path: Path) -> None:
     async with start_stage(tmp_path) as stage:
         health = health_pb2_grpc.HealthStub(stage.channel)

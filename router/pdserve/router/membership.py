@@ -15,6 +15,9 @@ from pdserve.v1 import node_pb2
 DOUBT_S = 0.1
 """What is read this soon after another node's word may have been sent before it."""
 
+DIFFERS = "differs in"
+"""Begins the names of fields for which two nodes can never be linked."""
+
 LEVELS = {NodeState.REFUSED: logging.ERROR, NodeState.LOADING: logging.INFO}
 
 logger = logging.getLogger(__name__)
@@ -233,7 +236,7 @@ class Membership:
 
     def _settle_state(self, member: Member) -> None:
         """Set an attached node's state: usable once its KV link to at least one node of the other role stands."""
-        was = member.state
+        was, had_reason = member.state, member.reason
         if member.is_stuck:
             member.state, member.reason = NodeState.DOWN, "stuck step"
         elif member.status.is_draining:
@@ -241,11 +244,26 @@ class Membership:
         elif any(_are_linked(member, peer) for peer in self.members):
             member.state, member.reason = NodeState.READY, ""
         else:
-            other = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
-            member.state, member.reason = NodeState.CONNECTING, f"no KV link to any {other.label} node"
-        if member.state is not was:
-            level = logging.WARNING if member.state is NodeState.DOWN else logging.INFO
+            member.state, member.reason = NodeState.CONNECTING, self._why_unlinked(member)
+        if member.state is not was or (member.reason != had_reason and member.state is NodeState.CONNECTING):
+            is_bad = member.state is NodeState.DOWN or DIFFERS in member.reason
+            level = logging.WARNING if is_bad else logging.INFO
             self._log(member, level, f"{member.state}: {member.reason}" if member.reason else member.state)
+
+    def _why_unlinked(self, member: Member) -> str:
+        """Why no KV link stands; with what differs, if no attached peer can ever be linked."""
+        other = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
+        told = f"no KV link to any {other.label} node"
+        differences = {
+            peer.address: member.hello.differences(peer.hello)
+            for peer in self.members
+            if peer.role is other and peer.hello and member.hello
+        }
+        if not differences or not all(differences.values()):
+            return told
+        address, fields = next(iter(differences.items()))
+        more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+        return f"{told}: {address} {DIFFERS} {', '.join(fields)}{more}"
 
     def _tell_peers(self) -> None:
         """Tell every attached node the nodes of the other role that it may work with, if that changed."""

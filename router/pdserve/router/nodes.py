@@ -51,6 +51,10 @@ class Hello:
         """This run of the node."""
         return self.process.incarnation
 
+    def differences(self, other: "Hello") -> list[str]:
+        """Return the names of the fields for which KV can never move between the two; empty if it can."""
+        return self.identity.differences(other.identity) + self.capabilities.disagreements(other.capabilities)
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
