@@ -138,18 +138,42 @@ async def test_no_other_node_is_a_typed_error_that_counts(tiny: Path, tmp_path: 
         await cluster.leak_oracle()
 
 
+async def ask_until(stop: asyncio.Event, cluster: Cluster, prompt: list[int], tokens: list[int]) -> int:
+    """Ask one question after another, and count the answers. None may be wrong; while a pool is empty there may be none."""
+    num_answers = 0
+    while not stop.is_set():
+        try:
+            answer = await cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))
+        except PdserveError as error:
+            assert error.can_retry, error
+            await cluster.until_ready(2)
+            continue
+        assert answer.token_ids == tokens
+        num_answers += 1
+    return num_answers
+
+
 async def test_a_node_that_comes_back_on_its_port_is_used_again(tiny: Path, tmp_path: Path) -> None:
-    """Failure classes 6 and 23: a restarted peer is a new peer, and one failure poisons nothing."""
+    """Failure classes 6 and 23: under load, a restarted peer is a new peer, and one failure poisons nothing."""
     async with start_cluster(tiny, tmp_path) as cluster:
         prompt = prompt_ids("come back")
         tokens, _ = expected_tokens(tiny, prompt, NUM_TOKENS)
+
+        async def is_busy() -> bool:
+            return len((await cluster.state()).sessions) > 1
+
         for role in ("decode", "prefill", "decode"):
+            stop = asyncio.Event()
+            load = [asyncio.create_task(ask_until(stop, cluster, prompt, tokens)) for _ in range(4)]
             lost = cluster.nodes[f"{role}0"]
+            await until(is_busy, "requests are under way")
             lost.kill()
-            cluster.start_node(role, f"{role}0", port=int(lost.grpc.rpartition(":")[2]))
+            await asyncio.to_thread(cluster.start_node, role, f"{role}0", port=int(lost.grpc.rpartition(":")[2]))
             await cluster.until_ready(2)
             answer = await cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))
             assert answer.token_ids == tokens
+            stop.set()
+            assert min(await asyncio.gather(*load)) > 0, "a client got no answer after the restart"
             await cluster.leak_oracle()
 
 

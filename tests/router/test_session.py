@@ -20,6 +20,7 @@ from pdserve.router.instructions import (
     Submit,
 )
 from pdserve.router.lifecycle import SESSION_TABLE, SessionState
+from pdserve.router.patience import Patience, SessionLimits
 from pdserve.router.session import RELEASE_WAIT_S, SUMMARY_GRACE_S
 from tests.router.session_world import EOS, IDS, NODES, World
 
@@ -202,6 +203,12 @@ def test_the_next_attempt_avoids_the_nodes_of_a_failed_one() -> None:
     busy.ended("D", LegOutcome.BUSY)
     asked = [world.asked.avoid for world in (before, after, busy) if world.asked is not None]
     assert asked == [frozenset({P, D}), frozenset({D}), frozenset()]
+
+
+def test_a_session_that_takes_over_sequences_avoids_the_same_nodes() -> None:
+    patience = Patience(SessionLimits(3, queue_wait_s=60.0, resume_wait_s=30.0), 0.0)
+    patience.attempt_ended(LegOutcome.FAILED, "scripted", 1.0, "", frozenset({P}))
+    assert patience.fork().avoided == {P}
 
 
 def test_a_prefill_node_that_did_its_part_may_die_before_adopted_arrives() -> None:
