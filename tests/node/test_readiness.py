@@ -107,6 +107,18 @@ async def test_both_desks_watch_their_transfers() -> None:
             assert node.desk.transfer_fault() == ""
 
 
+@pytest.mark.asyncio
+async def test_refused_handshake_is_told_by_both_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    """Two nodes that can never be linked stood side by side, and no log said why."""
+    async with pair() as nodes:
+        for node, peer in ((nodes.prefill, DECODE), (nodes.decode, PREFILL)):
+            caplog.clear()
+            node.desk._on_corridor(kv.PeerRefused(Incarnation(peer), ("kv_dtype", "wire_dtypes"), "int8 is not plain"))
+            (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+            assert record.getMessage().endswith("this node: kv_dtype, wire_dtypes (int8 is not plain)")
+            assert record.__dict__["peer"] == peer.hex()[:8]
+
+
 @asynccontextmanager
 async def ticking(desk: ScriptedDesk, servicer: NodeServicer) -> AsyncIterator[grpc.aio.Channel]:
     """Serve the health of a node over `desk` at a quick tick."""

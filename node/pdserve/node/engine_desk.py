@@ -1,6 +1,7 @@
 """What the desks of both roles share: the step loop around a pure scheduler, the block pool, and what is told of them."""
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -21,6 +22,8 @@ from pdserve.node.legs import Legs
 from pdserve.node.reports import LegReport, ReportEnd, ReportRelease
 from pdserve.node.step_loop import StepLoop, StepRecord
 from pdserve.node.transfer_record import TransferRecord
+
+logger = logging.getLogger(__name__)
 
 P = TypeVar("P")
 I = TypeVar("I")  # noqa: E741 - an instruction
@@ -244,6 +247,10 @@ class EngineDesk(ABC, Generic[P, I]):
             self._connected.add(event.incarnation)
         else:
             self._connected.discard(event.incarnation)
+        if isinstance(event, PeerRefused):
+            # The handshake is not tried again, so nothing else would ever say why.
+            told = f"{', '.join(event.fields)} ({event.detail})" if event.detail else ", ".join(event.fields)
+            logger.error("no KV can move to or from this node: %s", told, extra={"peer": event.incarnation.hex()[:8]})
         self._load_changed()
 
     def _transfer_failed(self, reason: str, *, busy: bool) -> None:
