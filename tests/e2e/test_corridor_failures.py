@@ -153,7 +153,6 @@ async def lose_prefill_ends(matrix: Matrix, fault: int) -> None:
     """The first two columns, or the next two: who waits for a prefill node goes to another, who decodes needs none."""
     await matrix.fill(140)
     (num_decoding,) = await matrix.num_held([DECODE])
-    assert await matrix.cluster.gauge("prefill2", "kv_held_frames") > 0, "all KV is sent, so none of it can be late"
     await matrix.lose(fault, *HOLDERS)
     await matrix.until_answered(num_decoding)
     await matrix.bring_back(fault, *HOLDERS)
