@@ -301,6 +301,18 @@ class Model:
                     self._received(reply.event)
         self.sender.check_invariants()
         self.receiver.check_invariants()
+        self._check_what_is_remembered()
+
+    def _check_what_is_remembered(self) -> None:
+        """What the tables keep although it could be computed anew agrees with that: fingerprints leave it out."""
+        for transfer in self.sender._transfers.values():
+            planner = transfer._planner
+            if planner._is_next_known and planner._next != planner._plan():
+                raise Broken(f"the next frame is remembered as {planner._next}, and is {planner._plan()}")
+        for table in (self.sender, self.receiver):
+            due_s = {transfer_id: transfer.due_s for transfer_id, transfer in table._transfers.items()}
+            if table._timers._due != due_s:
+                raise Broken(f"timers are set to {table._timers._due}, deadlines are {due_s}")
 
     def _dial(self, peer: Incarnation) -> None:
         self.num_routes += 1

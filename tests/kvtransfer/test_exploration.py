@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.core.ids import TransferId
 from pdserve.kvtransfer.events import ReceiveClosed
-from pdserve.kvtransfer.framing import FramePlanner
+from pdserve.kvtransfer.framing import FramePlanner, FrameRange
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.memory import Tombstones
 from pdserve.kvtransfer.messages import Beat, Commit, Data, NackReason, Open
@@ -123,6 +123,17 @@ def skips_nothing(patch: Patch) -> None:
     patch.setattr(FramePlanner, "skip", lambda self, num_tokens: None)
 
 
+def plans_a_frame_again_that_was_sent(patch: Patch) -> None:
+    take = FramePlanner.take
+
+    def keep(self: FramePlanner, frame: FrameRange) -> None:
+        known = self._next
+        take(self, frame)
+        self._next, self._is_next_known = known, True
+
+    patch.setattr(FramePlanner, "take", keep)
+
+
 def packs_after_the_end(patch: Patch) -> None:
     patch.setattr(SendTransfer, "is_over", property(lambda self: False))
     patch.setattr(SendTransfer, "peek", lambda self: self._planner.peek() if self.route else None)
@@ -149,6 +160,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Scenario, str]] = [
     (no_deadline_after_grant, LOST, "never ends"),
     (a_lost_link_keeps_its_transfers, scenarios.CUTS, "without its connection"),
     (skips_nothing, scenarios.DELTA_CLEAN, "did not succeed"),
+    (plans_a_frame_again_that_was_sent, scenarios.ONE_CLEAN, "is remembered as"),
     (packs_after_the_end, scenarios.TWO_ENDS, "taken back|is kept"),
 ]
 
