@@ -356,8 +356,6 @@ def test_what_validation_refuses_has_the_clients_name(make: tuple[Any, Any], nam
         ({"guided_json": {}}, "guided_json"),
         ({"guided_regex": "a"}, "guided_regex"),
         ({"guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_grammar": "g"}, "guided_grammar"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
