@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from pdserve.core.layout import KvLayout, LayerLayout
 from pdserve.core.work import Sampling
 from pdserve.engine.batch import SequenceChunk
-from pdserve.engine.decode_graphs import ROW_BUCKETS, DecodeGraphs, Run
+from pdserve.engine.decode_graphs import ROW_BUCKETS, DecodeGraphs, Run, cuda_graphs
 from pdserve.engine.engine import _current
 from pdserve.engine.kv_pool import KvPool
 from pdserve.kernels.backends import BACKENDS, Backend
@@ -98,6 +99,28 @@ def test_steps_share_a_bucket_that_holds_them() -> None:
         assert answer.shape[0] == num_rows
     assert made == [(1, 1024), (4, 1024), (4, 4096), (4, 16384), (4, 20_000)]
     assert graphs.num_buckets == len(made)
+
+
+@pytest.mark.parametrize("error", [None, "operation not permitted when stream is capturing"])
+def test_a_step_that_cannot_be_captured_is_launched_as_ever(
+    error: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch's capture played: what CUDA does about it is a GPU's to show."""
+    runs: list[int] = []
+
+    def run() -> Tensor:
+        runs.append(1)
+        return torch.ones(1)
+
+    with mock.patch.object(torch, "cuda") as cuda:
+        cuda.graph.return_value.__exit__.side_effect = None if error is None else RuntimeError(error)
+        cuda.graph.return_value.__exit__.return_value = False
+        replay = cuda_graphs()(run)
+    num_runs = len(runs)
+    assert num_runs == 3, "twice to warm up, once to capture"
+    assert torch.equal(replay(), torch.ones(1))
+    assert len(runs) - num_runs == (0 if error is None else 1)
+    assert ("cannot be captured" in caplog.text) == (error is not None)
 
 
 def test_an_answer_survives_the_next_replay() -> None:

@@ -42,7 +42,8 @@ def eagerly(run: Run) -> Run:
 def cuda_graphs() -> Capture:
     """Return what captures CUDA graphs. They share their memory: no two run at once, and none reads what another left.
 
-    Not run on a GPU yet.
+    A step that cannot be captured (the model's forward waits for the device, as dynamic RoPE does) is computed launch by launch
+    from the same static inputs, and the log says so. Not run on a GPU yet.
     """
     memory = torch.cuda.graph_pool_handle()
 
@@ -54,9 +55,13 @@ def cuda_graphs() -> Capture:
             run()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another one may be placing KV meanwhile.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            logits = run()
+        try:
+            # Of this thread alone: another one may be placing KV meanwhile.
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                logits = run()
+        except RuntimeError as error:  # the run itself went well twice just now
+            log.warning("decode steps are launched one by one: this one cannot be captured (%s)", error)
+            return run
 
         def replay() -> Tensor:
             graph.replay()
