@@ -13,6 +13,7 @@ from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.nixl_channel import (
     ARENA_BYTES,
     ASK,
+    CHALLENGE,
     DATA,
     FREE,
     HEAD_BYTES,
@@ -130,6 +131,39 @@ def test_an_end_without_nixl_is_reached_over_tcp() -> None:
         assert dialler.gauges()["kv_nixl_fallbacks_total"] == 1
         assert dialler.send_data(route, b"h", memoryview(b"payload"), lambda: None)
         assert frames_of(polled(listener, dialler, until=has(Arrived))) == [[b"h", b"payload"]]
+
+
+def test_an_answer_that_comes_after_the_wait_for_it_costs_no_connection() -> None:
+    """It was told to the protocol above, for which it is a damaged frame."""
+    clock = ManualClock()
+    with closing(ZeroMqChannel()) as listener, closing(NixlChannel(ZeroMqChannel(), NixlAgent(), clock)) as dialler:
+        route = dialler.connect(listener.listen("127.0.0.1", 0))
+        (asked,) = [event for event in polled(listener, dialler, until=has(Arrived)) if isinstance(event, Arrived)]
+        clock.advance(nixl_channel.PROOF_WAIT_S)
+        polled(dialler, until=has(Connected))
+        late = (CHALLENGE + bytes(nixl_channel.NONCE_BYTES), SEEN + bytes(nixl_channel.NONCE_BYTES), UNSEEN + b"why")
+        assert all(listener.send(asked.route, frame) for frame in (*late, b"hello"))
+        assert frames_of(polled(dialler, until=has(Arrived))) == [[b"hello"]]
+        dialler.disconnect(route)
+        assert not dialler._without
+
+
+def test_nixl_that_fails_at_serving_ends_its_routes_by_name(
+    by_nixl: Callable[..., NixlChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came out of `poll`, and would have ended the I/O loop."""
+    listener, dialler = by_nixl(), by_nixl()
+    route = meet(listener, dialler)
+    released: list[int] = []
+    lent = dialler.lend(route, 10)
+    assert lent is not None
+    assert dialler.send_data(route, b"h", lent, lambda: released.append(1))
+    monkeypatch.setattr(dialler._agent, "progress", _fails)
+    (lost,) = dialler.poll(0.0)
+    assert isinstance(lost, Lost)
+    assert "planted" in lost.reason
+    assert released == [1]
+    assert dialler.gauges()["kv_nixl_links"] == 0
 
 
 def test_another_secret_goes_without_and_nothing_of_it_is_parsed(

@@ -84,6 +84,8 @@ class NixlChannel:
         self._reads = NixlReads(agent)
         self._offered: dict[Route, _Offered] = {}
         self._asking: OrderedDict[Route, bytes] = OrderedDict()
+        self._without: set[Route] = set()
+        """Dialled routes that gave up asking: their answers may still come."""
         self._broken: deque[Route] = deque(maxlen=MAX_BROKEN)
         """Routes that were ended here, though they may still carry messages."""
         self._events: deque[ChannelEvent] = deque()
@@ -155,7 +157,7 @@ class NixlChannel:
         for event in batch:
             self._see(event)
         if any(not offered.is_proven or offered.taken for offered in self._offered.values()):
-            self._agent.progress()
+            self._serve()
         outcomes = self._reads.look(self._clock.now_s())
         self._take_in(outcomes)
         self._expire(self._clock.now_s())
@@ -236,7 +238,9 @@ class NixlChannel:
         kind, body = bytes(frame[:_KIND_BYTES]), frame[_KIND_BYTES:]
         if route in self._offered:
             return self._is_answer(route, self._offered[route], kind, bytes(body))
-        if kind == DATA and self._reads.may_read(route) and len(body) >= _PLACE.size:
+        if kind in (CHALLENGE, SEEN, UNSEEN) and route in self._without:
+            pass  # It comes after the wait for it: the route goes without, and is as good as any.
+        elif kind == DATA and self._reads.may_read(route) and len(body) >= _PLACE.size:
             slot, start, num_bytes = _PLACE.unpack(body[: _PLACE.size])
             if not 0 < num_bytes <= MAX_FRAME_BYTES or start + num_bytes > ARENA_BYTES:
                 return False
@@ -287,6 +291,14 @@ class NixlChannel:
                     self._events.append(outcome)
         for route, slots in free.items():
             self._inner.send(route, FREE + struct.pack(f"<{len(slots)}I", *slots))
+
+    def _serve(self) -> None:
+        """Let others read here. If NIXL fails at that nobody can: routes go without, or end, by name."""
+        try:
+            self._agent.progress()
+        except NixlFault as fault:
+            for route, offered in list(self._offered.items()):
+                (self._break if offered.is_proven else self._go_without)(route, f"memory cannot be read here ({fault})")
 
     # --- the proof -----------------------------------------------------------------------------------------------------
 
@@ -350,6 +362,7 @@ class NixlChannel:
 
     def _go_without(self, route: Route, reason: str) -> None:
         self._agent.retire(self._offered.pop(route).memory)
+        self._without.add(route)
         self._falls_back(route, reason)
         self._events.append(Connected(route))
 
@@ -369,6 +382,7 @@ class NixlChannel:
     def _forget(self, route: Route) -> None:
         """The route is gone: what it offered is of no use any more, and what was lent comes back."""
         self._asking.pop(route, None)
+        self._without.discard(route)
         self._reads.forget(route)
         if (offered := self._offered.pop(route, None)) is not None:
             self._released.extend(offered.taken.values())
