@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
+from pdserve.core.errors import ConfigError
 from pdserve.core.identity import Capabilities
 from pdserve.core.ids import new_incarnation
 from pdserve.core.models import resolve_model_dir
@@ -80,12 +81,26 @@ def _hand_over(loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[Engine], 
         loop.call_soon_threadsafe(settle)
 
 
+def check_device(device: str) -> None:
+    """Raise ConfigError for a device that torch does not know or this machine does not have."""
+    import torch
+
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ConfigError([f"--device: {device!r} is no device"], hint="auto, cpu or cuda[:N]") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        fault = f"--device: {device} is not here; torch sees {torch.cuda.device_count()} CUDA devices"
+        raise ConfigError([fault], hint="`pdserve doctor` tells what this machine has")
+
+
 def _load(settings: NodeSettings) -> Engine:
     from pdserve.engine.engine import Engine
 
     device = settings.device
     if device == "auto":
         device = "cpu"  # until the GPU path has run on a GPU, only who asks for it by name gets it
+    check_device(device)
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
