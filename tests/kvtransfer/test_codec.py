@@ -84,6 +84,20 @@ def test_round_trip(kind: Kind) -> None:
     assert bytes(payload) == (PAYLOAD if kind is Kind.DATA else b"")
 
 
+def test_the_bytes_of_what_every_transfer_sends_stay_as_they_are() -> None:
+    """Another version of this code at the other end reads them: whoever changes them raises PROTOCOL_VERSION."""
+    assert PROTOCOL_VERSION == 2
+    head = "50444b56"
+    data = "07 000102030405060708090a0b0c0d0e0f 03000000 07000000 0200000005000000 1000000020000000 0000 0000"
+    data += "0700 666c6f61743332 60000000 fb6d04ea123e8a27 4bc0cac1b403ceff"
+    assert encode(SAMPLES[Kind.DATA]).hex() == head + data.replace(" ", "")
+    commit = "08 000102030405060708090a0b0c0d0e0f 03000000 08000000 0200"
+    commit += "0200 00000000 07000000 000000000000e0bf 00 0200 07000000 000000000000e0bf 09000000 000000000000f0bf"
+    commit += "3f00 00000000 09000000 fca9f1d24d6250bf 03 0000"
+    commit += "0100 0d00 70726566696c6c2e7175657565 000000000000d03f b6d3f68e90ee9c7f"
+    assert encode(SAMPLES[Kind.COMMIT]).hex() == head + commit.replace(" ", "")
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_every_flipped_bit_of_a_header_is_refused(kind: Kind) -> None:
     header, *rest = frames_of(SAMPLES[kind])

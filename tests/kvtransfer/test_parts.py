@@ -25,6 +25,12 @@ LAYER = LayerLayout(4, 64, 64)
 LAYOUT = KvLayout((LAYER,) * 6, "float32")
 
 
+@st.composite
+def spans(draw: st.DrawFn, limit: int) -> range:
+    start = draw(st.integers(0, limit - 1))
+    return range(start, draw(st.integers(start + 1, limit)))
+
+
 def drain(planner: FramePlanner) -> list[FrameRange]:
     frames = []
     while (frame := planner.peek()) is not None:
@@ -92,25 +98,96 @@ class TestFramePlanner:
     def test_what_does_not_exist_is_not_ready(self, layers: range, tokens: range) -> None:
         assert not FramePlanner(LAYOUT, 100).mark_ready(layers, tokens)
 
+    @settings(max_examples=200, deadline=None)
+    @given(st.data())
+    def test_frames_are_what_summing_layer_by_layer_gives_however_often_one_asks(self, data: st.DataObject) -> None:
+        """The next frame is planned once and its layers are found by bisection; here they are found anew, one by one."""
+        heads = data.draw(st.lists(st.sampled_from((1, 3, 8, 100, 700)), min_size=1, max_size=6))
+        layout = KvLayout(tuple(LayerLayout(num, 64, 64) for num in heads), "float32")
+        planner, ready, skip, is_closed = FramePlanner(layout, 3000), list[tuple[range, range]](), 0, False
+        for _ in range(data.draw(st.integers(1, 12))):
+            match data.draw(st.sampled_from(("mark", "mark", "mark", "take", "take", "skip", "close", "clear"))):
+                case "mark":
+                    marked = data.draw(spans(len(heads))), data.draw(spans(3000))
+                    assert planner.mark_ready(*marked)
+                    add_ready(ready, *marked, skip)
+                case "take" if (frame := planner.peek()) is not None:
+                    planner.take(frame)
+                    layers, tokens = ready.pop(0)
+                    if frame.layers.stop < layers.stop:
+                        ready.insert(0, (range(frame.layers.stop, layers.stop), tokens))
+                    if frame.tokens.stop < tokens.stop:
+                        ready.insert(0, (frame.layers, range(frame.tokens.stop, tokens.stop)))
+                case "skip":
+                    skip, before = data.draw(st.integers(0, 3000)), ready
+                    planner.skip(skip)
+                    ready = []
+                    for each in before:
+                        add_ready(ready, *each, skip)
+                case "close":
+                    planner.close()
+                    is_closed = True
+                case "clear":
+                    planner.clear()
+                    ready.clear()
+            assert planner.peek() == next_frame(layout, ready, is_closed)
+            assert planner.is_empty == (not ready)
 
-@st.composite
-def spans(draw: st.DrawFn, limit: int) -> range:
-    start = draw(st.integers(0, limit - 1))
-    return range(start, draw(st.integers(start + 1, limit)))
+
+def add_ready(ready: list[tuple[range, range]], layers: range, tokens: range, skip: int) -> None:
+    """Do what `FramePlanner.mark_ready` says, on a plain list."""
+    tokens = range(max(tokens.start, skip), tokens.stop)
+    if tokens and ready and ready[-1][1] == tokens and ready[-1][0].stop == layers.start:
+        ready[-1] = (range(ready[-1][0].start, layers.stop), tokens)
+    elif tokens:
+        ready.append((layers, tokens))
+
+
+def next_frame(layout: KvLayout, ready: list[tuple[range, range]], is_closed: bool) -> FrameRange | None:
+    """Find what may go next by adding up layers."""
+    if not ready:
+        return None
+    layers, tokens = ready[0]
+    sizes = [
+        shape.num_kv_heads * (shape.key_dim + shape.value_dim) * layout.itemsize
+        for shape in layout.layers[layers.start : layers.stop]
+    ]
+    may_grow = not is_closed and len(ready) == 1 and layers.stop < layout.num_layers
+    if may_grow and sum(sizes) * len(tokens) < FILL_BYTES:
+        return None
+    num, num_bytes = 0, 0
+    while num < len(sizes) and num_bytes + sizes[num] * len(tokens) <= MAX_FRAME_BYTES:
+        num, num_bytes = num + 1, num_bytes + sizes[num] * len(tokens)
+    if num:
+        return FrameRange(range(layers.start, layers.start + num), tokens, num_bytes)
+    fitting = tokens[: MAX_FRAME_BYTES // sizes[0]]
+    return FrameRange(layers[:1], fitting, sizes[0] * len(fitting))
 
 
 class TestCoverage:
     @settings(max_examples=200, deadline=None)
-    @given(st.lists(st.tuples(spans(3), spans(12)), max_size=25), st.integers(0, 11))
-    def test_agrees_with_a_set_of_cells(self, ranges: list[tuple[range, range]], skip: int) -> None:
-        coverage, cells = Coverage(KvLayout((LAYER,) * 3, "float32"), 12), set[tuple[int, int]]()
+    @given(
+        st.lists(st.tuples(spans(4), spans(12)), max_size=25),
+        st.integers(0, 11),
+        st.lists(st.sampled_from((None, 1, 3, 5, 20)), min_size=4, max_size=4),
+    )
+    def test_agrees_with_a_set_of_cells(
+        self, ranges: list[tuple[range, range]], skip: int, windows: list[int | None]
+    ) -> None:
+        layout = KvLayout(tuple(LayerLayout(4, 64, 64, window) for window in windows), "float32")
+        coverage, cells = Coverage(layout, 12), set[tuple[int, int]]()
         for layers, tokens in ranges:
             new = {(layer, token) for layer in layers for token in tokens}
             assert coverage.overlaps(layers, tokens) == bool(new & cells)
             if not new & cells:
                 coverage.add(layers, tokens)
                 cells |= new
-        wanted = [(layer, token) for layer in range(3) for token in range(skip, 12) if (layer, token) not in cells]
+        wanted = [
+            (layer, token)
+            for layer, window in enumerate(windows)
+            for token in range(skip, 12)
+            if (layer, token) not in cells and (window is None or token > 12 - window)
+        ]
         missing = coverage.missing(skip)
         assert (missing is None) == (not wanted)
         if missing is not None:
