@@ -250,7 +250,9 @@ class EngineDesk(ABC, Generic[P, I]):
         if isinstance(event, PeerRefused):
             # The handshake is not tried again, so nothing else would ever say why.
             told = f"{', '.join(event.fields)} ({event.detail})" if event.detail else ", ".join(event.fields)
-            logger.error("a peer can never be linked to this node: %s", told, extra={"peer": event.incarnation.hex()[:8]})
+            logger.error(
+                "a peer can never be linked to this node: %s", told, extra={"peer": event.incarnation.hex()[:8]}
+            )
         self._load_changed()
 
     def _transfer_failed(self, reason: str, *, busy: bool) -> None:
