@@ -114,7 +114,7 @@ def _rates_at(size: str, num_tokens: int, num_rounds: int) -> tuple[dict[str, ob
         raw_alone = []
         for number in range(num_rounds + 1):
             taken_raw = raw.round(num, IN_FLIGHT)
-            lone_raw = median(raw.round(1, 1).wall_s for _ in range(LONE))
+            lone_raw = median(raw.alone(LONE))
             taken = {name: both.round(num_tokens, num, IN_FLIGHT) for name, both in corridors.items()}
             lone = {name: median(both.alone(num_tokens, LONE)) for name, both in corridors.items()}
             if number == 0:  # caches, page tables and windows are warm after it

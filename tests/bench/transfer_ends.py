@@ -146,8 +146,7 @@ class RawTcp:
         child_cpu_s, own_cpu_s, begun_s = self._pipe.recv(), cpu_s(), time.perf_counter()
         num_waiting = 0
         for _ in range(num_transfers):
-            for at in range(0, self._size, PIECE_BYTES):
-                self._connection.sendall(self._memory.piece(min(PIECE_BYTES, self._size - at)))
+            self._send_one()
             num_waiting += 1
             if num_waiting == in_flight:
                 num_waiting -= len(self._connection.recv(in_flight))
@@ -156,10 +155,27 @@ class RawTcp:
         wall_s, own_cpu_s = time.perf_counter() - begun_s, cpu_s() - own_cpu_s
         return Taken(self._size * num_transfers, wall_s, own_cpu_s + self._pipe.recv() - child_cpu_s)
 
+    def alone(self, num_transfers: int) -> list[float]:
+        """Move transfers one after another; return the seconds of each."""
+        self._pipe.send(num_transfers)
+        self._pipe.recv()
+        walls = []
+        for _ in range(num_transfers):
+            begun_s = time.perf_counter()
+            self._send_one()
+            assert self._connection.recv(1), "the connection ended"
+            walls.append(time.perf_counter() - begun_s)
+        self._pipe.recv()
+        return walls
+
     def close(self) -> None:
         """End both."""
         self._pipe.send("end")
         self._connection.close()
+
+    def _send_one(self) -> None:
+        for at in range(0, self._size, PIECE_BYTES):
+            self._connection.sendall(self._memory.piece(min(PIECE_BYTES, self._size - at)))
 
 
 @contextmanager
