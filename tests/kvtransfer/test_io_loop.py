@@ -187,6 +187,27 @@ class TestABrokenLoop:
         assert stopped.pair.receiver.stop()
 
 
+@pytest.mark.parametrize("name", ["next_due_s", "publish"])
+def test_a_fault_between_two_turns_ends_everything_and_leaves_the_lock_free(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One lock is held for a whole turn: what fails within it must not keep it."""
+    pair = Pair.make(InProcessNetwork().channel).start()
+    transfer_id = pair.open()
+
+    def fails() -> None:
+        monkeypatch.undo()
+        raise OSError("planted")
+
+    monkeypatch.setattr(pair.sender._shell, name, fails)
+    pair.sender._loop.submit(lambda now_s: None)
+    assert "planted" in pair.sent.wait(CorridorBroken).reason
+    assert pair.sent.kinds(transfer_id)[-2:] == ["SendFailed", "SendClosed"]
+    assert pair.sender.stop()
+    assert pair.sender.describe() == []
+    assert pair.receiver.stop()
+
+
 def test_a_channel_that_fails_only_while_it_ends_keeps_no_event_from_the_node() -> None:
     broken = Breaking(InProcessNetwork().channel, "sender", only_poll=False)
     transfer_ids = [broken.begin() for _ in range(3)]
