@@ -1,6 +1,7 @@
 """What a step asks of its backend: its plan, its attention, its wire form; and how decode steps are put into buckets."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -101,25 +102,50 @@ def test_steps_share_a_bucket_that_holds_them() -> None:
     assert graphs.num_buckets == len(made)
 
 
+class PlayedCuda:
+    """torch's streams and capture, played: one that fails leaves its stream behind, as `torch.cuda.graph` does."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+        self.engines, self.captures = mock.Mock(), mock.Mock()
+        self.current = self.engines
+
+    @contextmanager
+    def stream(self, stream: mock.Mock) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, *args: object, **kwargs: object) -> Iterator[None]:
+        before, self.current = self.current, self.captures
+        yield
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        self.current = before
+
+
 @pytest.mark.parametrize("error", [None, "operation not permitted when stream is capturing"])
 def test_a_step_that_cannot_be_captured_is_launched_as_ever(
     error: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With torch's capture played: what CUDA does about it is a GPU's to show."""
-    runs: list[int] = []
+    """What CUDA does about it is a GPU's to show. Launched in another stream, KV was packed before it was computed."""
+    streams: list[mock.Mock] = []
+    played = PlayedCuda(error)
 
     def run() -> Tensor:
-        runs.append(1)
+        streams.append(played.current)
         return torch.ones(1)
 
     with mock.patch.object(torch, "cuda") as cuda:
-        cuda.graph.return_value.__exit__.side_effect = None if error is None else RuntimeError(error)
-        cuda.graph.return_value.__exit__.return_value = False
+        cuda.stream, cuda.graph = played.stream, played.graph
+        cuda.current_stream = lambda: played.current
         replay = cuda_graphs()(run)
-    num_runs = len(runs)
-    assert num_runs == 3, "twice to warm up, once to capture"
+    assert len(streams) == 3, "twice to warm up, once to capture"
     assert torch.equal(replay(), torch.ones(1))
-    assert len(runs) - num_runs == (0 if error is None else 1)
+    assert streams[3:] == ([] if error is None else [played.engines])
     assert ("cannot be captured" in caplog.text) == (error is not None)
 
 

@@ -55,9 +55,11 @@ def cuda_graphs() -> Capture:
             run()
         torch.cuda.current_stream().wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
+        # A capture that fails leaves its own stream behind as the current one; this step's must follow those of before.
+        as_before = torch.cuda.stream(torch.cuda.current_stream())
         try:
             # Of this thread alone: another one may be placing KV meanwhile.
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            with as_before, torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
                 logits = run()
         except RuntimeError as error:  # the run itself went well twice just now
             log.warning("decode steps are launched one by one: this one cannot be captured (%s)", error)
