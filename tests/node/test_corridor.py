@@ -13,7 +13,7 @@ from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
-from pdserve.kvtransfer.zeromq import ZeroMqChannel
+from pdserve.kvtransfer.zeromq import MANY_LENT, ZeroMqChannel
 from pdserve.node.corridor import corridor_channel
 
 SECRET = "a secret of the test"
@@ -45,6 +45,15 @@ def test_experiments_wrap_the_transport_and_say_so(kind: type[NodeSettings], cap
         assert isinstance(channel._inner, ShapedChannel)
         assert isinstance(channel._inner._inner, ZeroMqChannel)
     assert [record.message.split(":")[0] for record in caplog.records] == ["EXPERIMENT"] * 2
+
+
+def test_the_transport_is_told_how_few_buffers_a_sender_has() -> None:
+    for staging_bytes, many in ((1 << 20, 1), (16 << 20, MANY_LENT)):
+        settings = load_settings(PrefillSettings, {"kv_staging_bytes": staging_bytes, "kv_link": "unlimited,0ms"})
+        with closing(corridor_channel(settings, SystemClock())()) as channel:
+            assert isinstance(channel, ShapedChannel)
+            assert isinstance(channel._inner, ZeroMqChannel)
+            assert channel._inner._many_lent == many
 
 
 @KINDS

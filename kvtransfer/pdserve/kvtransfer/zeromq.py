@@ -39,7 +39,8 @@ LOSSES: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: _NO_HANDSHAKE,
 }
 _READABLE = int(zmq.POLLIN)
-_MANY_LENT = 3
+MANY_LENT = 3
+"""From so many payloads inside sockets on, somebody may wait for one of them."""
 _FIRST_REAP_S = 0.001
 _LAST_REAP_S = 0.016
 
@@ -76,11 +77,13 @@ class _Listener:
 class ZeroMqChannel:
     """One process's end, with its own context and one libzmq I/O thread. Used by one thread, except `wake`.
 
-    With `keys`, everything is encrypted, and only ends that were given the same keys understand each other.
+    With `keys`, everything is encrypted, and only ends that were given the same keys understand each other. A sender that has
+    but a few buffers for payloads says so by `num_buffers`: it waits for each of them.
     """
 
-    def __init__(self, keys: CurveKeys | None = None) -> None:
+    def __init__(self, keys: CurveKeys | None = None, num_buffers: int = MANY_LENT) -> None:
         self._keys = keys
+        self._many_lent = min(num_buffers, MANY_LENT)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_in, self._wake_out = os.pipe()
@@ -236,10 +239,9 @@ class ZeroMqChannel:
     def _let_go(self, sign: "weakref.ref[memoryview]") -> None:  # noqa: ARG002 - the signature of such callbacks
         """End `poll`: a tracker is done. On pyzmq's thread.
 
-        Nobody waits for one of a few; those are found in the next turn, or when it is time to look. Only a sender whose staging
-        holds one or two frames in all does wait, for a millisecond more.
+        Nobody waits for one of a few; those are found in the next turn, or when it is time to look.
         """
-        if len(self._lent) >= _MANY_LENT:
+        if len(self._lent) >= self._many_lent:
             self.wake()
 
     def _socket(self, kind: int, is_ipv6: bool) -> "zmq.Socket[bytes]":

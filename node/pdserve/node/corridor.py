@@ -16,6 +16,7 @@ from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import LinkSettings, TransferSpec
 from pdserve.kvtransfer.channel import Channel
+from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.nixl_channel import NixlChannel
@@ -71,7 +72,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
     is_shared = settings.kv_shared_memory == "auto" and shape is None and faults is None and sys.platform == "linux"
 
     def make_channel() -> Channel:
-        network = ZeroMqChannel(keys)
+        network = ZeroMqChannel(keys, settings.kv_staging_bytes // MAX_FRAME_BYTES)
         channel: Channel = network
         if settings.kv_engine == "nixl":
             # No shared memory of ours beside it: inside a host UCX uses its own.
