@@ -5,10 +5,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.core.work import Sampling
-from pdserve.kernels import shortlist
-from pdserve.kernels.gumbel_max import draw
+from pdserve.kernels import gumbel_max, shortlist
+from pdserve.kernels.gumbel_max import draw, keep, kth_largest
 from pdserve.kernels.logits import SampledRow
 from pdserve.kernels.shortlist import draw_listed
 
@@ -72,3 +74,39 @@ def test_equal_logits_may_be_listed_in_any_order() -> None:
         row = SampledRow(Sampling(1.0, top_p=0.3, seed=5), 0, position)
         found = shortlist._draw_one(logits, ids[::-1], 30.0, row, is_whole=True)
         assert [found] == draw([logits], [row])
+
+
+LEAST = float(np.finfo(np.float32).min)
+SAMPLINGS = st.builds(
+    Sampling,
+    st.sampled_from([1e-45, 0.3, 1.0, 50.0]),
+    st.just(0) | st.integers(1, 14),
+    st.sampled_from([1.0, 0.95, 0.9, 0.8, 0.5, 1e-9]),
+    st.just(0.0) | st.sampled_from([0.02, 0.5, 0.99]),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@settings(deadline=None, max_examples=1500, derandomize=True)
+@given(
+    st.lists(st.sampled_from([-np.inf, LEAST, -1.0, 0.0, 0.5, 1.0, 2.0, 5.0]), min_size=1, max_size=12),
+    SAMPLINGS,
+    st.integers(1, 12),
+    st.integers(1, 4),
+)
+def test_a_list_tells_what_all_logits_tell_exactly_where_it_can(
+    values: list[float], sampling: Sampling, num_listed: int, nucleus_guess: int
+) -> None:
+    """Few values, so that ties lie across every border; and short lists, so that each filter ends before, at or after theirs."""
+    logits = np.array([*values, 0.0], np.float32)
+    row = SampledRow(sampling, 1, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortlist, "NUM_LISTED", num_listed)
+        patch.setattr(gumbel_max, "NUCLEUS_GUESS", nucleus_guess)
+        (found,) = draw_listed(torch.from_numpy(logits)[None], [row])
+        kept, _ = keep(logits, sampling)
+    least = np.sort(logits)[::-1][:num_listed].min()
+    has_all = num_listed >= len(logits) or least == -np.inf
+    knows_top_k = not sampling.top_k or kth_largest(logits, sampling.top_k) > least
+    can_tell = has_all or (knows_top_k and logits[kept].min() > least)
+    assert found == (draw([logits], [row])[0] if can_tell else None)
