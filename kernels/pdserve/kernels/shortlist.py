@@ -39,7 +39,7 @@ def draw_listed(scores: Tensor, rows: Sequence[SampledRow]) -> list[int | None]:
 
 
 def _needs_sum(row: SampledRow) -> bool:
-    """Whether top-p is a share of what all ids weigh, not only of what top-k keeps."""
+    """Whether top-p is a share of the sum over all ids, not only over those that top-k keeps."""
     return row.sampling.top_p < 1.0 and row.sampling.top_k == 0
 
 
@@ -52,15 +52,20 @@ def _sums(scores: Tensor, values: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 def _draw_one(
     logits: NDArray[np.float32], ids: IdArray, weight: float | None, row: SampledRow, *, is_whole: bool
 ) -> int | None:
-    """Draw from a list: `logits` [listed], descending, and their `ids`; `weight` is what all ids weigh."""
+    """Draw from a list: `logits` [listed], descending, and their `ids`; `weight` is the sum of exp(z) over all ids."""
     order = np.argsort(ids)  # as in the whole row: sums and ties are then the same
     scores, token_ids = logits[order], ids[order]
     places, z = keep(scores, row.sampling, weight=weight)
-    least = float(logits[-1])
-    if not is_whole and least > -np.inf:
-        top_k = row.sampling.top_k
-        has_border = top_k < len(logits) and float(logits[top_k - 1]) > least if top_k else True
-        if not has_border or float(scores[places].min()) <= least:
-            return None
+    if not is_whole and not _holds_all(logits, float(scores[places].min()), row.sampling.top_k):
+        return None
     kept = token_ids[places]
     return int(kept[np.argmax(z + gumbel(row.sampling.seed, kept, row.position, row.sequence))])
+
+
+def _holds_all(logits: NDArray[np.float32], lowest_kept: float, top_k: int) -> bool:
+    """Whether no id that the filters keep is missing in the list `logits` [listed], descending; of it they keep `lowest_kept`."""
+    least = float(logits[-1])
+    if least == -np.inf:
+        return True  # what is missing is forbidden
+    has_kth = top_k < len(logits) and (top_k == 0 or float(logits[top_k - 1]) > least)
+    return has_kth and lowest_kept > least
