@@ -1,5 +1,7 @@
 """Arrays that travel together stay what they were, and begin where wide loads may."""
 
+from unittest import mock
+
 import torch
 
 from pdserve.kernels.one_copy import ALIGNMENT, OneCopy
@@ -27,3 +29,11 @@ def test_what_is_read_stays_where_it_is() -> None:
         arrays.here[0].fill_(value)
         arrays.send()
         assert there.tolist() == [value, value]
+
+
+def test_the_host_does_not_ask_to_wait_for_the_device() -> None:
+    """A plain copy waits until the stream is empty: what draws a step's tokens was launched only when its forward had ended."""
+    arrays = OneCopy([(torch.int32, 2)], torch.device("cpu"))
+    with mock.patch.object(torch.Tensor, "copy_") as copy:
+        arrays.send()
+    assert copy.call_args.kwargs == {"non_blocking": True}

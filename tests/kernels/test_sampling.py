@@ -15,7 +15,7 @@ from pdserve.core.work import Sampling
 from pdserve.kernels import shortlist
 from pdserve.kernels.gumbel_max import draw, keep
 from pdserve.kernels.logits import Chosen, RowFailed, RowState, SampledRow
-from pdserve.kernels.sampling import sample
+from pdserve.kernels.sampling import OVERFLOW, sample
 
 FILTERS = list(product((0.3, 1.0, 1.7), (0, 1, 5, 10_000), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.02, 0.5)))
 
@@ -135,6 +135,15 @@ def test_broken_logits_fail_their_own_row_only(sampling: Sampling, broken: list[
     assert "NaN" in answers[1].reason
     alone = [sample(torch.tensor([neighbour]), [row])[0] for row in (rows[0], rows[2])]
     assert [answers[0], answers[2]] == alone
+
+
+@pytest.mark.parametrize("logits", [[0.0, 1.0], [0.0, -math.inf]])
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_processors_that_make_no_number_fail_their_row(logits: list[float], heat: float) -> None:
+    """An infinite bias of an id that can never come is NaN: its row was answered with that id."""
+    sampling = Sampling(heat, logit_bias=((1, math.inf),))
+    (answer,) = sample(torch.tensor([logits]), [SampledRow(sampling, 0, 0, state=RowState(sampling, [], []))])
+    assert answer == OVERFLOW
 
 
 def test_the_numbers_of_rows_must_agree() -> None:

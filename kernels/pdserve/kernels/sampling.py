@@ -32,7 +32,7 @@ class DrawRows(Protocol):
     def __call__(self, scores: Tensor, rows: Sequence[SampledRow]) -> Tensor:
         """Return ids [rows], int64, of processed logits [rows, vocabulary], float32: the tokens of `gumbel_max.draw`.
 
-        What it returns for a row that has no finite maximum means nothing. The host waits for nothing.
+        What it returns for a row that has no finite maximum means nothing. The host is not made to wait for the device.
         """
         ...
 
@@ -91,7 +91,9 @@ def _fault(norm: float, best: float, reason: str | None) -> RowFailed | None:
         return BROKEN_LOGITS
     if reason is not None:
         return RowFailed(reason, is_final=True)
-    return {-math.inf: NOTHING_ALLOWED, math.inf: OVERFLOW}.get(best)
+    if best == -math.inf:
+        return NOTHING_ALLOWED
+    return None if math.isfinite(best) else OVERFLOW
 
 
 def _draw(
@@ -102,19 +104,23 @@ def _draw(
     Rows that `can_draw` [rows] leaves out keep theirs; `scores` [rows, vocabulary] are processed.
     """
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
-    on_device = [index for index in drawn if draw_rows is not None and not has_filters(rows[index].sampling)]
-    if draw_rows is not None and on_device:
-        places = torch.tensor(on_device, device=scores.device)
-        some = scores if len(on_device) == len(rows) else scores[places]
-        found = draw_rows(some, [rows[index] for index in on_device])
+    unfiltered = [index for index in drawn if not has_filters(rows[index].sampling)]
+    if draw_rows is not None and unfiltered:
+        places = _there(unfiltered, scores.device)
+        some = scores if len(unfiltered) == len(rows) else scores[places]
+        found = draw_rows(some, [rows[index] for index in unfiltered])
         token_ids[places] = torch.where(can_draw[places], found, token_ids[places])
-    if len(on_device) < len(drawn):
-        others = set(drawn) - set(on_device)
-        on_host = [index for index, can in enumerate(can_draw.tolist()) if can and index in others]
-        found_ids = _drawn_on_host(scores, rows, on_host, is_near=draw_rows is None)
-        token_ids[torch.tensor(on_host, dtype=torch.int64, device=scores.device)] = torch.tensor(
-            found_ids, dtype=torch.int64, device=scores.device
-        )
+        drawn = sorted(set(drawn) - set(unfiltered))
+    if drawn:
+        can = can_draw.tolist()
+        wanted = [index for index in drawn if can[index]]
+        found_ids = _drawn_on_host(scores, rows, wanted, is_near=draw_rows is None)
+        token_ids[_there(wanted, scores.device)] = _there(found_ids, scores.device)
+
+
+def _there(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers as int64 on a device; the host does not ask to wait for it."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _drawn_on_host(scores: Tensor, rows: Sequence[SampledRow], wanted: Sequence[int], *, is_near: bool) -> list[int]:

@@ -43,7 +43,7 @@ class TritonPlan:
 class StaticTritonPlan:
     """The plan of `num_rows` single rows, filled again for each replay of a graph.
 
-    Idle rows have length 0 and a negative slot: the kernels see nothing for them and write nothing. Every step waits until its
+    Idle rows have length 0 and a negative slot: the kernels see nothing for them and write nothing. A step begins when its
     plan is filled, hence the one copy.
     """
 
