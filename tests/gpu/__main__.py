@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -51,16 +52,16 @@ def conduct(run_part: RunPart, now: Callable[[], float] = time.monotonic) -> int
 
 
 def in_a_process(name: str, most_s: float) -> int:
-    """Run a part as a child, whose lines are printed as they come."""
+    """Run a part as a child, whose lines are printed as they come; what it started ends with it, however it ends."""
     roots = [str(folder.parent) for folder in sorted(ROOT.glob("*/pdserve"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *roots, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "tests.gpu", name]
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as child:
         try:
             return child.wait(most_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # with the nodes that it may have started
-            raise
+        finally:  # late, interrupted or crashed: its nodes would hold the device's memory
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 def lines_of(name: str, device: torch.device) -> Iterable[str]:
