@@ -174,10 +174,11 @@ def _uniforms(device: torch.device) -> tuple[bool, str]:
 
 
 def _draws(device: torch.device) -> tuple[bool, str]:
-    """The tokens of the host's draw, also in a batch in which others have filters."""
+    """The tokens of the host's draw, without filters and with each of them: from the list that a device makes, and beyond it."""
     logits = 3 * torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(6))
+    filters = ((0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (40, 0.9, 0.05))
     rows = [
-        SampledRow(Sampling((0.0, 0.7, 1.0, 2.0)[n % 4], top_k=40 * (n % 5 == 0), seed=2**64 - 1 - n), n % 3, n)
+        SampledRow(Sampling((0.0, 0.5, 1.0, 2.0)[n % 4], *filters[n % 5], seed=2**64 - 1 - n), n % 3, n)
         for n in range(64)
     ]
     ours, theirs = sample(logits.to(device), rows, draw_rows), sample(logits, rows)
