@@ -68,11 +68,6 @@ def sample(logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | Non
     ]
 
 
-def has_filters(sampling: Sampling) -> bool:
-    """Whether a row with these parameters is drawn among some of the ids only: `DrawRows` cannot."""
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-
-
 def log_probabilities(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[tuple[float, TopLogprobs]]:
     """Return of each row of `logits` [rows, vocabulary] the natural log-probability of its token, and the most likely ones.
 
@@ -104,7 +99,7 @@ def _draw(
     Rows that `can_draw` [rows] leaves out keep theirs; `scores` [rows, vocabulary] are processed.
     """
     drawn = [index for index, row in enumerate(rows) if not row.sampling.is_greedy]
-    unfiltered = [index for index in drawn if not has_filters(rows[index].sampling)]
+    unfiltered = [index for index in drawn if not _has_filters(rows[index].sampling)]
     if draw_rows is not None and unfiltered:
         places = _there(unfiltered, scores.device)
         some = scores if len(unfiltered) == len(rows) else scores[places]
@@ -116,6 +111,11 @@ def _draw(
         wanted = [index for index in drawn if can[index]]
         found_ids = _drawn_on_host(scores, rows, wanted, is_near=draw_rows is None)
         token_ids[_there(wanted, scores.device)] = _there(found_ids, scores.device)
+
+
+def _has_filters(sampling: Sampling) -> bool:
+    """Whether a row with these parameters is drawn among some of the ids only: `DrawRows` cannot."""
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _there(numbers: Sequence[int], device: torch.device) -> Tensor:
