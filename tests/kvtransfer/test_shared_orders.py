@@ -171,7 +171,7 @@ class Run:
     def looks(self) -> tuple[object, ...]:
         """All of it that can matter later; what is random is left out."""
         shared = self.dialler._owned.get(ROUTE)
-        mine = (shared.is_proven, tuple(shared.free), tuple(shared.taken)) if shared is not None else ()
+        mine = (shared.is_proven, tuple(shared.slots.free), tuple(shared.slots.taken)) if shared is not None else ()
         kinds = tuple(
             (tuple((frames[0][:5], len(frames)) for frames in line.under_way), line.is_cut)
             for line in self.lines.values()
@@ -228,9 +228,9 @@ def released_when_sent(patch: pytest.MonkeyPatch) -> None:
     ) -> bool:
         is_sent = send_data(self, route, header, payload, on_released)
         if (shared := self._owned.get(route)) is not None:
-            shared.free.extend(shared.taken)
-            self._released.extend(shared.taken.values())
-            shared.taken.clear()
+            shared.slots.free.extend(shared.slots.taken)
+            self._released.extend(shared.slots.taken.values())
+            shared.slots.taken.clear()
         return is_sent
 
     patch.setattr(SharedMemoryChannel, "send_data", early)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pdserve.core.clock import Clock
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
 from pdserve.kvtransfer.nixl_engine import NixlAgent, NixlFault, RegisteredMemory
 from pdserve.kvtransfer.nixl_reads import Broken, NixlReads, Outcome, Seen, Taken
 from pdserve.kvtransfer.settings import MAX_FRAMES_IN_SOCKET
@@ -59,17 +60,15 @@ class _Offered:
     """The memory of a route that was dialled here."""
 
     memory: RegisteredMemory
+    slots: LentSlots
     due_s: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     is_proven: bool = False
-    free: list[int] = field(default_factory=lambda: list(range(NUM_SLOTS)))
-    taken: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """Slots that the other end has not given back, and whom to tell when it does."""
-    lent: memoryview | None = None
-    """The view of the slot that is free next, as `lend` returned it."""
 
-    def slot(self, number: int) -> memoryview:
-        return self.memory.view(HEAD_BYTES + number * MAX_FRAME_BYTES, MAX_FRAME_BYTES)
+    @property
+    def is_read(self) -> bool:
+        """Whether the other end may be reading it now."""
+        return not self.is_proven or bool(self.slots.taken)
 
 
 class NixlChannel:
@@ -115,10 +114,7 @@ class NixlChannel:
     def lend(self, route: Route, num_bytes: int) -> memoryview | None:
         """Return a slot of the route's memory to pack into; None if it has no memory, or no slot is free."""
         offered = self._offered.get(route)
-        if offered is None or not offered.is_proven or not offered.free or num_bytes > MAX_FRAME_BYTES:
-            return None
-        offered.lent = offered.slot(offered.free[-1])[:num_bytes]
-        return offered.lent
+        return None if offered is None or not offered.is_proven else offered.slots.lend(num_bytes)
 
     def send(self, route: Route, header: bytes) -> bool:
         """Send one frame."""
@@ -130,23 +126,18 @@ class NixlChannel:
         offered = self._offered.get(route)
         if offered is None or not offered.is_proven:
             return route not in self._broken and self._inner.send_data(route, header, payload, on_released)
-        if not offered.free or not 0 < len(payload) <= MAX_FRAME_BYTES:
+        if not payload or not offered.slots.has_room(len(payload)):
             self._num_overflows += 1
             return self._inner.send_data(route, header, payload, on_released)
-        slot = offered.free[-1]
-        is_packed_here = payload is offered.lent
-        if not is_packed_here:
-            offered.slot(slot)[: len(payload)] = payload
-        place = _PLACE.pack(slot, HEAD_BYTES + slot * MAX_FRAME_BYTES, len(payload))
-        if not self._inner.send(route, DATA + place + header):
+
+        def tell(slot: int) -> bool:
+            place = _PLACE.pack(slot, HEAD_BYTES + slot * MAX_FRAME_BYTES, len(payload))
+            return self._inner.send(route, DATA + place + header)
+
+        if not offered.slots.send(payload, on_released, tell):
             return False
-        offered.free.pop()
-        offered.lent = None
-        offered.taken[slot] = on_released if is_packed_here else _nothing
         self._sent_bytes += len(payload)
         self._has_moved()
-        if not is_packed_here:
-            on_released()
         return True
 
     def poll(self, timeout_s: float | None) -> list[ChannelEvent]:
@@ -156,7 +147,7 @@ class NixlChannel:
         batch = self._inner.poll(0.0 if self._events else self._wait_s(timeout_s))
         for event in batch:
             self._see(event)
-        if any(not offered.is_proven or offered.taken for offered in self._offered.values()):
+        if self._is_read():
             self._serve()
         outcomes = self._reads.look(self._clock.now_s())
         self._take_in(outcomes)
@@ -207,7 +198,10 @@ class NixlChannel:
         return timeout_s
 
     def _is_busy(self) -> bool:
-        return self._reads.is_busy or any(not each.is_proven or each.taken for each in self._offered.values())
+        return self._reads.is_busy or self._is_read()
+
+    def _is_read(self) -> bool:
+        return any(offered.is_read for offered in self._offered.values())
 
     def _is_spinning(self) -> bool:
         return self._is_busy() and self._clock.now_s() - self._moved_s < SPIN_S
@@ -258,11 +252,8 @@ class NixlChannel:
 
     def _is_answer(self, route: Route, offered: _Offered, kind: bytes, body: bytes) -> bool:
         """Deal with a frame of the listening end."""
-        if kind == FREE and len(body) % 4 == 0:
-            for (slot,) in struct.iter_unpack("<I", body):
-                if (on_released := offered.taken.pop(slot, None)) is not None:
-                    offered.free.append(slot)
-                    self._released.append(on_released)
+        if kind == FREE and is_slot_list(body):
+            self._released.extend(offered.slots.given_back(body))
         elif kind == BROKEN:
             self._break(route, f"the other end cannot read by NIXL: {_text(body)}")
         elif kind == CHALLENGE and len(body) == NONCE_BYTES and not offered.is_proven:
@@ -290,7 +281,7 @@ class NixlChannel:
                 case Arrived() | Connected() | Lost():
                     self._events.append(outcome)
         for route, slots in free.items():
-            self._inner.send(route, FREE + struct.pack(f"<{len(slots)}I", *slots))
+            self._inner.send(route, FREE + slot_list(slots))
 
     def _serve(self) -> None:
         """Let others read here. If NIXL fails at that nobody can: routes go without, or end, by name."""
@@ -309,7 +300,12 @@ class NixlChannel:
         except (NixlFault, OSError) as error:
             self._falls_back(route, f"no memory to offer ({error})")
             return False
-        offered = self._offered[route] = _Offered(memory, self._clock.now_s() + PROOF_WAIT_S)
+        slots = LentSlots(
+            NUM_SLOTS,
+            MAX_FRAME_BYTES,
+            lambda number: memory.view(HEAD_BYTES + number * MAX_FRAME_BYTES, MAX_FRAME_BYTES),
+        )
+        offered = self._offered[route] = _Offered(memory, slots, self._clock.now_s() + PROOF_WAIT_S)
         memory.view(0, NONCE_BYTES)[:] = offered.nonce
         if not self._inner.send(route, ASK):
             self._agent.retire(self._offered.pop(route).memory)
@@ -385,8 +381,7 @@ class NixlChannel:
         self._without.discard(route)
         self._reads.forget(route)
         if (offered := self._offered.pop(route, None)) is not None:
-            self._released.extend(offered.taken.values())
-            offered.lent = None
+            self._released.extend(offered.slots.give_up())
             self._agent.retire(offered.memory)
 
     def _tell_released(self) -> None:
@@ -396,7 +391,3 @@ class NixlChannel:
 
 def _text(body: bytes) -> str:
     return body.decode("utf-8", "replace")
-
-
-def _nothing() -> None:
-    """A copy of our own needs no release."""

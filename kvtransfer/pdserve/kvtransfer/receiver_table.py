@@ -209,7 +209,7 @@ class ReceiverTable:
         """Return gauges by name; all without `_total` go back to where they began."""
         return {
             "kv_links": len(self._links),
-            "kv_links_up": sum([link.is_up for link in self._links.values()]),
+            "kv_links_up": sum(link.is_up for link in self._links.values()),
             "kv_transfers": len(self._transfers),
             "kv_parked_opens": len(self._parked),
             "kv_late_total": self.num_late,

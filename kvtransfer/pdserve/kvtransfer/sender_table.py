@@ -254,9 +254,9 @@ class SenderTable:
         """Return gauges by name; all without `_total` go back to where they began."""
         return {
             "kv_links": len(self._links),
-            "kv_links_up": sum([link.is_up for link in self._links.values()]),
+            "kv_links_up": sum(link.is_up for link in self._links.values()),
             "kv_transfers": len(self._transfers),
-            "kv_frames_in_sockets": sum([link.num_in_socket for link in self._links.values()]),
+            "kv_frames_in_sockets": sum(link.num_in_socket for link in self._links.values()),
             "kv_late_total": self.num_late,
             "kv_bad_frames_total": self.num_bad_frames,
         }

@@ -12,12 +12,13 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.core.clock import Clock
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
 from pdserve.kvtransfer.settings import MAX_FRAMES_IN_SOCKET
 from pdserve.kvtransfer.shared_memory import (
     NONCE_BYTES,
@@ -53,13 +54,9 @@ class _Shared:
     """The memory of a route that was dialled here."""
 
     arena: OwnedArena
+    slots: LentSlots
     due_s: float
     is_proven: bool = False
-    free: list[int] = field(default_factory=lambda: list(range(NUM_SLOTS)))
-    taken: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """Slots that the other end has not given back, and whom to tell when it does."""
-    lent: memoryview | None = None
-    """The view of the slot that is free next, as `lend` returned it."""
 
 
 class SharedMemoryChannel:
@@ -106,10 +103,7 @@ class SharedMemoryChannel:
     def lend(self, route: Route, num_bytes: int) -> memoryview | None:
         """Return a slot of the route's memory to pack into; None if it has no memory, or no slot is free."""
         shared = self._owned.get(route)
-        if shared is None or not shared.is_proven or not shared.free or num_bytes > MAX_FRAME_BYTES:
-            return None
-        shared.lent = shared.arena.slot(shared.free[-1])[:num_bytes]
-        return shared.lent
+        return None if shared is None or not shared.is_proven else shared.slots.lend(num_bytes)
 
     def send(self, route: Route, header: bytes) -> bool:
         """Send one frame."""
@@ -121,22 +115,17 @@ class SharedMemoryChannel:
         shared = self._owned.get(route)
         if shared is None or not shared.is_proven:
             return self._inner.send_data(route, header, payload, on_released)
-        if not shared.free or len(payload) > MAX_FRAME_BYTES:
+        if not shared.slots.has_room(len(payload)):
             self._num_overflows += 1
             return self._inner.send_data(route, header, payload, on_released)
-        slot = shared.free[-1]
-        is_packed_here = payload is shared.lent
-        if not is_packed_here:
-            shared.arena.slot(slot)[: len(payload)] = payload
-        place = _PLACE.pack(slot, slot * MAX_FRAME_BYTES, len(payload))
-        if not self._inner.send(route, DATA + place + header):
+
+        def tell(slot: int) -> bool:
+            place = _PLACE.pack(slot, slot * MAX_FRAME_BYTES, len(payload))
+            return self._inner.send(route, DATA + place + header)
+
+        if not shared.slots.send(payload, on_released, tell):
             return False
-        shared.free.pop()
-        shared.lent = None
-        shared.taken[slot] = on_released if is_packed_here else _nothing
         self._shared_bytes += len(payload)
-        if not is_packed_here:
-            on_released()
         return True
 
     def poll(self, timeout_s: float | None) -> list[ChannelEvent]:
@@ -150,7 +139,7 @@ class SharedMemoryChannel:
             for event in batch:
                 self._see(event, free)
             for route, slots in free.items():
-                self._inner.send(route, FREE + struct.pack(f"<{len(slots)}I", *slots))
+                self._inner.send(route, FREE + slot_list(slots))
             if len(batch) < MAX_BATCH or len(self._events) >= MAX_BATCH:
                 break
             timeout_s = 0.0
@@ -214,11 +203,8 @@ class SharedMemoryChannel:
             self._shared_bytes += num_bytes
             free.setdefault(route, []).append(slot)
             self._events.append(Arrived(route, (body[_PLACE.size :], payload)))
-        elif kind == FREE and (shared := self._owned.get(route)) is not None and len(body) % 4 == 0:
-            for (slot,) in struct.iter_unpack("<I", body):
-                if (on_released := shared.taken.pop(slot, None)) is not None:
-                    shared.free.append(slot)
-                    self._released.append(on_released)
+        elif kind == FREE and (shared := self._owned.get(route)) is not None and is_slot_list(body):
+            self._released.extend(shared.slots.given_back(body))
         elif kind == CLAIM and self._door is not None and len(body) == TOKEN_BYTES and route not in self._mapped:
             self._answer(route, bytes(body), self._door)
         elif kind in (SEEN, UNSEEN) and (shared := self._owned.get(route)) is not None and not shared.is_proven:
@@ -248,7 +234,8 @@ class SharedMemoryChannel:
         if not self._inner.send(route, CLAIM + arena.token):
             arena.close()
             return False
-        self._owned[route] = _Shared(arena, self._clock.now_s() + PROOF_WAIT_S)
+        slots = LentSlots(NUM_SLOTS, MAX_FRAME_BYTES, arena.slot)
+        self._owned[route] = _Shared(arena, slots, self._clock.now_s() + PROOF_WAIT_S)
         return True
 
     def _answer(self, route: Route, token: bytes, door: ArenaDoor) -> None:
@@ -296,8 +283,7 @@ class SharedMemoryChannel:
         """The route is gone: what it shared is of no use any more, and what was lent comes back."""
         self._port_of.pop(route, None)
         if (shared := self._owned.pop(route, None)) is not None:
-            self._released.extend(shared.taken.values())
-            shared.lent = None
+            self._released.extend(shared.slots.give_up())
             shared.arena.close()
         if (mapped := self._mapped.pop(route, None)) is not None:
             mapped.close()
@@ -311,7 +297,3 @@ def _port(address: str) -> int:
     """Return the port of `tcp://HOST:PORT`; 0, at which nobody listens, for what is no such address."""
     port = address.rpartition(":")[2]
     return int(port) if port.isdecimal() else 0
-
-
-def _nothing() -> None:
-    """A copy of our own needs no release."""
