@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.clock import ManualClock, SystemClock
 from pdserve.kvtransfer import nixl_channel, nixl_reads
-from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
+from pdserve.kvtransfer.channel import Arrived, ChannelEvent, Connected, Lost
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.nixl_channel import (
     ARENA_BYTES,
@@ -25,7 +25,8 @@ from pdserve.kvtransfer.nixl_channel import (
 )
 from pdserve.kvtransfer.nixl_engine import NixlAgent, NixlFault, RegisteredMemory
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
-from tests.kvtransfer.nixl_ends import NEEDS_NIXL, frames_of, has, polled
+from tests.kvtransfer.channel_ends import frames_of, has, meet, polled, send_lent
+from tests.kvtransfer.nixl_ends import NEEDS_NIXL
 from tests.kvtransfer.nodes import Pair, check_a_transfer_works
 
 pytestmark = NEEDS_NIXL
@@ -48,29 +49,11 @@ def by_nixl() -> Iterator[Callable[..., NixlChannel]]:
         assert {name: value for name, value in gauges.items() if value and not name.endswith("_total")} == {}
 
 
-def meet(listener: Channel, dialler: Channel) -> Route:
-    """Connect, and return the dialler's route."""
-    route = dialler.connect(listener.listen("127.0.0.1", 0))
-    polled(dialler, listener, until=has(Connected))
-    return route
-
-
 def test_what_was_lent_arrives_and_its_slot_comes_back(by_nixl: Callable[..., NixlChannel]) -> None:
     listener, dialler = by_nixl(), by_nixl()
     route = meet(listener, dialler)
     assert listener.gauges()["kv_nixl_links"] == dialler.gauges()["kv_nixl_links"] == 1
-    released: list[int] = []
-    for number in range(3 * NUM_SLOTS):
-        lent = dialler.lend(route, 1000 + number)
-        assert lent is not None
-        lent[:] = bytes([number]) * len(lent)
-        assert dialler.send_data(route, b"h%d" % number, lent, lambda n=number: released.append(n))  # type: ignore[misc]  # default binds
-        assert number not in released, "released before the other end read it"
-        told = polled(listener, dialler, until=has(Arrived))
-        assert frames_of(told) == [[b"h%d" % number, bytes([number]) * (1000 + number)]]
-        polled(dialler, listener, until=lambda _, n=number: n in released)  # type: ignore[misc]  # default binds
-    assert released == list(range(3 * NUM_SLOTS))
-    num_bytes = sum(1000 + number for number in released)
+    num_bytes = send_lent(listener, dialler, route, 3 * NUM_SLOTS)
     assert listener.gauges()["kv_nixl_bytes_total"] == dialler.gauges()["kv_nixl_bytes_total"] == num_bytes
     assert dialler.gauges()["kv_nixl_overflows_total"] == listener.gauges()["kv_nixl_reads"] == 0
 

@@ -17,7 +17,8 @@ from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.nixl_engine import NixlAgent, NixlFault, RegisteredMemory
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
-from tests.kvtransfer.nixl_ends import NEEDS_NIXL, WAIT_S, has, polled
+from tests.kvtransfer.channel_ends import WAIT_S, has, polled
+from tests.kvtransfer.nixl_ends import NEEDS_NIXL
 
 pytestmark = NEEDS_NIXL
 DIALLER = """

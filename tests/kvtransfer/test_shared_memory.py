@@ -5,7 +5,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,15 +13,15 @@ import pytest
 
 from pdserve.core.clock import ManualClock, SystemClock
 from pdserve.kvtransfer import shared_channel, shared_memory
-from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost, Route
+from pdserve.kvtransfer.channel import Arrived, Connected, Lost
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.shared_channel import CLAIM, DATA, FREE, NUM_SLOTS, SEEN, SharedMemoryChannel
 from pdserve.kvtransfer.shared_memory import ArenaDoor, MappedArena, OwnedArena, SharingRefused, door_name
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
+from tests.kvtransfer.channel_ends import WAIT_S, has, meet, polled, send_lent
 from tests.kvtransfer.nodes import Pair, check_a_transfer_works, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and abstract sockets are Linux's")
-WAIT_S = 20.0
 
 
 def memory_held() -> int:
@@ -55,45 +54,11 @@ def shared() -> Iterator[Callable[[], SharedMemoryChannel]]:
     assert memory_held() == before, "shared memory is left"
 
 
-def polled(*channels: Channel, until: Callable[[list[ChannelEvent]], bool]) -> list[ChannelEvent]:
-    """Poll all in turn until what the first one told is enough."""
-    told: list[ChannelEvent] = []
-    deadline_s = time.monotonic() + WAIT_S
-    while not until(told):
-        assert time.monotonic() < deadline_s, told
-        for channel in channels:
-            events = channel.poll(0.01)
-            told += events if channel is channels[0] else []
-    return told
-
-
-def has(kind: type[ChannelEvent]) -> Callable[[list[ChannelEvent]], bool]:
-    return lambda told: any(isinstance(event, kind) for event in told)
-
-
-def meet(listener: Channel, dialler: Channel) -> Route:
-    """Connect, and return the dialler's route."""
-    route = dialler.connect(listener.listen("127.0.0.1", 0))
-    polled(dialler, listener, until=has(Connected))
-    return route
-
-
 def test_what_was_lent_arrives_and_its_slot_comes_back(shared: Callable[[], SharedMemoryChannel]) -> None:
     listener, dialler = shared(), shared()
     route = meet(listener, dialler)
     assert listener.gauges()["kv_shared_links"] == dialler.gauges()["kv_shared_links"] == 1
-    released: list[int] = []
-    for number in range(3 * NUM_SLOTS):
-        lent = dialler.lend(route, 1000 + number)
-        assert lent is not None
-        lent[:] = bytes([number]) * len(lent)
-        assert dialler.send_data(route, b"h%d" % number, lent, lambda n=number: released.append(n))  # type: ignore[misc]  # default binds
-        assert number not in released, "released before the other end copied it"
-        told = polled(listener, dialler, until=has(Arrived))
-        frames = [event.frames for event in told if isinstance(event, Arrived)]
-        assert [bytes(frame) for frame in frames[0]] == [b"h%d" % number, bytes([number]) * (1000 + number)]
-        polled(dialler, listener, until=lambda _, n=number: n in released)  # type: ignore[misc]  # default binds
-    assert released == list(range(3 * NUM_SLOTS))
+    send_lent(listener, dialler, route, 3 * NUM_SLOTS)
     assert dialler.gauges()["kv_shared_overflows_total"] == 0
 
 
