@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from pdserve.core.clock import SystemClock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import AddressInUse
 from pdserve.core.link_faults import LinkFaults
 from pdserve.core.link_shape import LinkShape
@@ -75,7 +76,7 @@ def decorated(channel: Channel, decorator: str) -> Channel:
             assert isinstance(channel, ZeroMqChannel)
             return SharedMemoryChannel(channel, SystemClock())
         case "nixl":
-            return NixlChannel(channel, NixlAgent(), SystemClock(), b"the cluster secret of the suite")
+            return NixlChannel(channel, NixlAgent(), SystemClock(), ClusterSecret(b"the cluster secret of the suite"))
     return channel
 
 

@@ -19,6 +19,7 @@ import pytest
 from pdserve.client import Answer, AsyncClient, Options
 from pdserve.client.cluster import ClusterState
 from pdserve.client.request import Prompt
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import secret_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
@@ -98,7 +99,7 @@ class Cluster:
 
     model: str
     folder: Path
-    secret: bytes | None = None
+    secret: ClusterSecret | None = None
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: AsyncClient = field(init=False)
@@ -280,7 +281,7 @@ async def start_cluster(
     secret: str | None = None,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
-    cluster = Cluster(str(model), folder, None if secret is None else secret.encode())
+    cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()))
     guard = () if secret is None else ("--cluster-secret", secret)
     try:
         for number, options in enumerate(prefill):

@@ -6,6 +6,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.layout import KvLayout, LayerLayout
 from pdserve.core.lifecycle import LifeCycle
@@ -54,7 +55,7 @@ def settings_of(side: str, generation: int, window_bytes: int, has_secret: bool,
         wire_dtype=wire_dtype,
         layout=LAYOUT,
         incarnation=Incarnation(f"{side[0]}{generation}".encode() * 8),
-        secret=b"the secret of the model" if has_secret else None,
+        secret=ClusterSecret(b"the secret of the model") if has_secret else None,
         lease_s=3.0,
         beat_s=1.0,
         connect_wait_s=4.0,

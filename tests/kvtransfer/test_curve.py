@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.kvtransfer import PeerUp, SendFailed
 from pdserve.kvtransfer.curve import CurveKeys, listener_keys
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
@@ -67,6 +68,6 @@ def test_the_same_secret_gives_the_same_keys_on_every_node() -> None:
 
 
 def test_an_encrypted_pair_with_a_secret_works() -> None:
-    pair = Pair.make(lambda: ZeroMqChannel(KEYS), settings(secret=SECRET), settings(secret=SECRET)).start()
+    pair = Pair.make(lambda: ZeroMqChannel(KEYS), *(settings(secret=ClusterSecret(SECRET)) for _ in range(2))).start()
     check_a_transfer_works(pair)
     pair.stop()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.identity import Capabilities
 from pdserve.core.ids import new_incarnation
 from pdserve.core.layout import KvLayout, LayerLayout
@@ -15,7 +16,7 @@ from pdserve.kvtransfer.settings import LinkSettings
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY, LAYOUT, settings
 from tests.kvtransfer.world import World, peers_up
 
-SECRET = b"a cluster secret"
+SECRET = ClusterSecret(b"a cluster secret")
 
 OTHERS: dict[str, LinkSettings] = {
     "weight_digest": settings(identity=replace(IDENTITY, weight_digest="another")),
@@ -105,13 +106,21 @@ def test_a_restarted_receiver_is_another_peer() -> None:
 
 
 class TestSecret:
+    @pytest.mark.parametrize(
+        ("mine", "theirs"),
+        [((b"new", b"old"), (b"old", b"new")), ((b"old",), (b"old", b"new")), ((b"new", b"old"), (b"new",))],
+    )
+    def test_while_it_is_changed_both_values_meet(self, mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> None:
+        world = World(settings(secret=ClusterSecret(*mine)), settings(secret=ClusterSecret(*theirs))).meet()
+        assert world.sent == [PeerUp(world.theirs.incarnation)]
+
     def test_the_same_secret_meets_after_a_challenge(self) -> None:
         world = World(settings(secret=SECRET), settings(secret=SECRET)).meet()
         assert len(world.said("<", Challenge)) == 1
         assert world.sent == [PeerUp(world.theirs.incarnation)]
 
     def test_another_secret_is_refused(self) -> None:
-        world = World(settings(secret=b"wrong"), settings(secret=SECRET)).meet()
+        world = World(settings(secret=ClusterSecret(b"wrong")), settings(secret=SECRET)).meet()
         assert world.sent == [PeerRefused(world.theirs.incarnation, ("proof",), "the cluster secret differs")]
         assert peers_up(world.received) == set()
 
@@ -132,7 +141,7 @@ class TestSecret:
         world = World(theirs=settings(secret=SECRET))
         world.receiver.set_peers(frozenset({world.mine.incarnation}), 0.0)
         mine, theirs = world.mine.incarnation, world.theirs.incarnation
-        proven = proof(SECRET, HELLO_LABEL, b"", mine, theirs)
+        proven = proof(SECRET.proving, HELLO_LABEL, b"", mine, theirs)
         world.receiver.message(
             Route(b"r"), Hello(mine, theirs, bytes(16), world.mine.offer, proven), memoryview(b""), 0.0
         )

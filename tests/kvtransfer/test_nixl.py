@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from pdserve.core.clock import ManualClock, SystemClock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.kvtransfer import nixl_channel, nixl_reads
 from pdserve.kvtransfer.channel import Arrived, ChannelEvent, Connected, Lost
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
@@ -30,7 +31,7 @@ from tests.kvtransfer.nixl_ends import NEEDS_NIXL
 from tests.kvtransfer.nodes import Pair, check_a_transfer_works
 
 pytestmark = NEEDS_NIXL
-SECRET = b"the cluster secret of these tests"
+SECRET = ClusterSecret(b"the cluster secret of these tests")
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def by_nixl() -> Iterator[Callable[..., NixlChannel]]:
     """Make channels that are closed at the end."""
     made: list[NixlChannel] = []
 
-    def make(secret: bytes | None = SECRET) -> NixlChannel:
+    def make(secret: ClusterSecret | None = SECRET) -> NixlChannel:
         made.append(NixlChannel(ZeroMqChannel(), NixlAgent(), SystemClock(), secret))
         return made[-1]
 
@@ -152,7 +153,7 @@ def test_nixl_that_fails_at_serving_ends_its_routes_by_name(
 def test_another_secret_goes_without_and_nothing_of_it_is_parsed(
     by_nixl: Callable[..., NixlChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener, dialler = by_nixl(), by_nixl(b"another secret")
+    listener, dialler = by_nixl(), by_nixl(ClusterSecret(b"another secret"))
     monkeypatch.setattr(listener._agent, "add_peer", lambda _: pytest.fail("a stranger's description is parsed"))
     route = meet(listener, dialler)
     assert dialler.lend(route, 10) is None

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import AddressInUse
 from pdserve.core.ids import new_incarnation
 from pdserve.core.layout import KvLayout, LayerLayout
@@ -193,13 +194,15 @@ def test_different_nodes_are_refused_by_name(make_channel: Callable[[], Channel]
 
 
 def test_a_secret_on_both_sides(make_channel: Callable[[], Channel]) -> None:
-    pair = Pair.make(make_channel, settings(secret=b"s"), settings(secret=b"s")).start()
+    pair = Pair.make(make_channel, settings(secret=ClusterSecret(b"s")), settings(secret=ClusterSecret(b"s"))).start()
     check_a_transfer_works(pair)
     pair.stop()
 
 
 def test_a_wrong_secret(make_channel: Callable[[], Channel]) -> None:
-    pair = Pair.make(make_channel, settings(secret=b"s"), settings(secret=b"t")).start(meet=False)
+    pair = Pair.make(make_channel, settings(secret=ClusterSecret(b"s")), settings(secret=ClusterSecret(b"t"))).start(
+        meet=False
+    )
     pair.receiver.set_peers(frozenset({pair.sender_settings.incarnation}))
     pair.dial()
     assert pair.sent.wait(PeerRefused).fields == ("proof",)

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.clock import SystemClock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.ids import Incarnation
 from pdserve.core.work import SampledToken
 from pdserve.node.attach import StreamSettings
@@ -34,7 +35,7 @@ class Node:
     desk: ScriptedDesk
     channel: grpc.aio.Channel
 
-    async def attach(self, number: int = 1, secret: bytes | None = None) -> Call:
+    async def attach(self, number: int = 1, secret: ClusterSecret | None = None) -> Call:
         """Open a stream, say hello, and read the node's hello."""
         call = node_pb2_grpc.NodeServiceStub(self.channel).Attach(metadata=secret_metadata(secret))
         hello = node_pb2.RouterHello(incarnation=ROUTER, stream_number=number, lease_s=1)
@@ -44,7 +45,9 @@ class Node:
 
 
 @asynccontextmanager
-async def served(*, lease_s: float = 10.0, max_waiting: int = 4, secret: bytes | None = None) -> AsyncIterator[Node]:
+async def served(
+    *, lease_s: float = 10.0, max_waiting: int = 4, secret: ClusterSecret | None = None
+) -> AsyncIterator[Node]:
     servicer = NodeServicer(StreamSettings(lease_s, lease_s / 6, max_waiting), secret, SystemClock())
     desk = ScriptedDesk(servicer.legs)
     process = ProcessInfo(Role.PREFILL, Incarnation(PREFILL), "0", "test")
@@ -278,11 +281,11 @@ async def test_drain_refuses_new_work_and_hands_the_rest_back() -> None:
 
 
 async def test_the_cluster_secret_is_asked_for() -> None:
-    async with served(secret=b"s3cret") as node:
+    async with served(secret=ClusterSecret(b"s3cret")) as node:
         with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
-            await node.attach(secret=b"wrong")
+            await node.attach(secret=ClusterSecret(b"wrong"))
         stub = node_pb2_grpc.NodeServiceStub(node.channel)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.GetState(node_pb2.GetStateRequest())
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        await node.attach(secret=b"s3cret")
+        await node.attach(secret=ClusterSecret(b"s3cret"))

@@ -7,6 +7,7 @@ keys at the top level are for every role and a table `[router]`, `[prefill]` or 
 import os
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -19,6 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
 from pdserve.core.hold import parse_hold
 from pdserve.core.link_faults import parse_link_faults
@@ -131,13 +133,13 @@ class ProcessSettings(BaseSettings):
         """Host that others reach this process by."""
         return self.advertise or self.host
 
-    @property
-    def secret(self) -> bytes | None:
-        """The cluster secret, as bytes."""
+    @cached_property
+    def secret(self) -> ClusterSecret | None:
+        """The cluster secret: one object for the whole process."""
         if self.cluster_secret is None:
             return None
         # The environment's bytes, even where they are not UTF-8.
-        return self.cluster_secret.get_secret_value().encode(errors="surrogateescape")
+        return ClusterSecret(self.cluster_secret.get_secret_value().encode(errors="surrogateescape"))
 
 
 class RouterSettings(ProcessSettings):

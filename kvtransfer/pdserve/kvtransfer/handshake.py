@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.ids import Incarnation
 from pdserve.core.layout import KvLayout
 from pdserve.kvtransfer.messages import Offer
@@ -24,9 +25,14 @@ def proof(secret: bytes, label: bytes, challenge: bytes, sender: Incarnation, re
     return hmac.new(secret, label + challenge + sender + receiver, hashlib.sha256).digest()
 
 
-def is_proven(given: bytes, expected: bytes) -> bool:
-    """Compare two proofs in constant time."""
-    return hmac.compare_digest(given, expected)
+def proven_with(
+    given: bytes, secret: ClusterSecret, label: bytes, challenge: bytes, sender: Incarnation, receiver: Incarnation
+) -> bytes | None:
+    """Return the value of `secret` that `given` was made with, compared in constant time; None if it is none of them."""
+    for value in secret.accepted:
+        if hmac.compare_digest(given, proof(value, label, challenge, sender, receiver)):
+            return value
+    return None
 
 
 def _layout_differences(mine: KvLayout, theirs: KvLayout) -> list[str]:

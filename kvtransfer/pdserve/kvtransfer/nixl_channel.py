@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
@@ -74,11 +75,11 @@ class _Offered:
 class NixlChannel:
     """One end. Implements `channel.Channel` and `channel.LendingChannel`. The agent is its own, and is closed with it."""
 
-    def __init__(self, inner: Channel, agent: NixlAgent, clock: Clock, secret: bytes | None = None) -> None:
+    def __init__(self, inner: Channel, agent: NixlAgent, clock: Clock, secret: ClusterSecret | None = None) -> None:
         self._inner = inner
         self._agent = agent
         self._clock = clock
-        self._key = secret or b""
+        self._key = b"" if secret is None else secret.proving
         """Without a secret the proof proves nothing, as in HELLO; then both ends are on loopback."""
         self._reads = NixlReads(agent)
         self._offered: dict[Route, _Offered] = {}

@@ -73,6 +73,8 @@ class ReceiverLink:
         self._out = out
         self._challenge = b""
         self._nonce = b""
+        self._proven_with: bytes | None = None
+        """The value of the cluster secret that the peer proved to know, and gets its own proof by."""
         self._due_s = now_s + settings.lease_s
         self._heard_until_s = now_s + settings.lease_s
 
@@ -195,8 +197,11 @@ class ReceiverLink:
             return ("protocol_version",), f"version {message.protocol_version}, spoken here is {PROTOCOL_VERSION}"
         if secret is not None:
             # A challenge belongs to one connection, so a recorded HELLO proves nothing on another.
-            expected = handshake.proof(secret, handshake.HELLO_LABEL, self._challenge, message.incarnation, mine)
-            if not self._challenge or not handshake.is_proven(message.proof, expected):
+            asked, self._proven_with = self._challenge, None
+            if asked:
+                given, peer = message.proof, message.incarnation
+                self._proven_with = handshake.proven_with(given, secret, handshake.HELLO_LABEL, asked, peer, mine)
+            if self._proven_with is None:
                 return ("proof",), "the cluster secret differs"
         if message.expected != mine:
             return ("incarnation",), "this is another process than the one meant"
@@ -209,10 +214,10 @@ class ReceiverLink:
 
     def _send_welcome(self) -> None:
         assert self.peer is not None
-        mine, secret = self._settings.incarnation, self._settings.secret
+        mine, value = self._settings.incarnation, self._proven_with
         proven = b""
-        if secret is not None:
-            proven = handshake.proof(secret, handshake.WELCOME_LABEL, self._nonce, self.peer, mine)
+        if value is not None:
+            proven = handshake.proof(value, handshake.WELCOME_LABEL, self._nonce, self.peer, mine)
         everything = (HeadRange(0, 0),)
         welcome = Welcome(mine, everything, self._settings.reserve_policy, self.window_limit, proven)
         self._out.append(Send(self.route, welcome))

@@ -127,7 +127,7 @@ class SenderLink:
             self._refused(("secret",), "the peer asks for a cluster secret and none is set here", now_s)
         elif self.life.advance(T.CHALLENGE, now_s):
             mine = self._settings.incarnation
-            self._send_hello(handshake.proof(secret, handshake.HELLO_LABEL, message.challenge, mine, self.peer))
+            self._send_hello(handshake.proof(secret.proving, handshake.HELLO_LABEL, message.challenge, mine, self.peer))
 
     def welcomed(self, message: Welcome, now_s: float) -> bool:
         """WELCOME came. Return True if the link is up by it."""
@@ -236,8 +236,8 @@ class SenderLink:
         if secret is None:
             return True
         mine = self._settings.incarnation
-        expected = handshake.proof(secret, handshake.WELCOME_LABEL, self._nonce, mine, self.peer)
-        return handshake.is_proven(message.proof, expected)
+        label, nonce = handshake.WELCOME_LABEL, self._nonce
+        return handshake.proven_with(message.proof, secret, label, nonce, mine, self.peer) is not None
 
     def _hang_up(self) -> None:
         if self.route is not None:

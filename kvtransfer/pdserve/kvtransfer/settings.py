@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation
@@ -26,7 +27,7 @@ class LinkSettings:
     capabilities: Capabilities
     layout: KvLayout
     incarnation: Incarnation
-    secret: bytes | None = None
+    secret: ClusterSecret | None = None
     reserve_policy: str = "on_open"
     wire_dtype: str = ""
     """An 8-bit form of KV. A sender sends nothing else; a receiver takes it beside its own dtype. Empty: only its own."""
@@ -82,8 +83,6 @@ class LinkSettings:
             faults.append(f"one token of a layer does not fit a frame of {MAX_FRAME_BYTES} bytes")
         if self.beat_s * 3 > self.lease_s:
             faults.append(f"lease_s ({self.lease_s}) must be at least three times beat_s ({self.beat_s})")
-        if self.secret is not None and not self.secret:
-            faults.append("the cluster secret is empty")
         if faults:
             raise ConfigError(faults)
 

@@ -61,7 +61,8 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
     if settings.kv_engine == "nixl":
         require_nixl()
         _logger.warning("KV by NIXL: who reaches UCX's ports may read this process's memory (docs/kv-transfer-nixl.md)")
-    keys = listener_keys(settings.secret) if settings.kv_encryption == "curve" and settings.secret is not None else None
+    secret = settings.secret
+    keys = listener_keys(secret.proving) if settings.kv_encryption == "curve" and secret is not None else None
     shape, faults = parse_link_shape(settings.kv_link), parse_link_faults(settings.kv_faults)
     if shape is not None:
         _logger.warning("EXPERIMENT: what this node sends of KV is slowed down to %s (--kv-link)", shape)
@@ -76,7 +77,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
         channel: Channel = network
         if settings.kv_engine == "nixl":
             # No shared memory of ours beside it: inside a host UCX uses its own.
-            channel = NixlChannel(network, NixlAgent(is_local=not settings.needs_secret), clock, settings.secret)
+            channel = NixlChannel(network, NixlAgent(is_local=not settings.needs_secret), clock, secret)
         elif is_shared:
             channel = SharedMemoryChannel(network, clock)
         if shape is not None:

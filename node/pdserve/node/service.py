@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError
 from pdserve.core.ids import ID_BYTES, Incarnation
 from pdserve.node import pb
@@ -31,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """Serves Attach, Drain and GetState over one desk, once `open_for_work` was called."""
 
-    def __init__(self, settings: StreamSettings, secret: bytes | None, clock: Clock) -> None:
+    def __init__(self, settings: StreamSettings, secret: ClusterSecret | None, clock: Clock) -> None:
         self._settings, self._secret, self._clock = settings, secret, clock
         self.legs = Legs(clock, self._on_output)
         self._streams: dict[Incarnation, RouterStream] = {}

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import grpc
 
 from pdserve.core.clock import Clock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.ids import Incarnation
 from pdserve.router import pb_nodes
 from pdserve.router.attach_call import AttachCall, StreamEnded
@@ -42,7 +43,7 @@ class LinkSettings:
     incarnation: Incarnation
     lease_s: float
     beat_s: float
-    secret: bytes | None
+    secret: ClusterSecret | None
     next_number: Callable[[], int]
     step_limit_s: float = STEP_LIMIT_S
 
