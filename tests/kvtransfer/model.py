@@ -28,7 +28,7 @@ from pdserve.kvtransfer.events import (
     SendFailed,
     TransferSpec,
 )
-from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send, Trust
 from pdserve.kvtransfer.messages import Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
 from pdserve.kvtransfer.sender_table import SenderTable
@@ -283,6 +283,8 @@ class Model:
             match order:
                 case Dial(peer, _):
                     self._dial(peer)
+                case Trust():
+                    pass
                 case HangUp(route):
                     if route in self.alive:
                         self.cut(route)

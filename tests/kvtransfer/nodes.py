@@ -5,8 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
+from pdserve.core.clock import SystemClock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.ids import Incarnation, TransferId, new_incarnation, new_transfer_id
 from pdserve.core.layout import KvLayout, LayerLayout
@@ -21,7 +24,9 @@ from pdserve.kvtransfer import (
     SendClosed,
     TransferSpec,
 )
+from pdserve.kvtransfer.admission import Admission
 from pdserve.kvtransfer.channel import Channel
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
 
 WAIT_S = 30.0
 LAYOUT = KvLayout((LayerLayout(2, 8, 8), LayerLayout(2, 8, 4), LayerLayout(1, 16, 16), LayerLayout(2, 8, 8)), "float32")
@@ -145,6 +150,16 @@ class Pair:
     sink: BytesSink
     sent: Events = field(default_factory=Events)
     received: Events = field(default_factory=Events)
+    admission: Admission | None = None
+
+    @classmethod
+    def gated(cls, secret: ClusterSecret | None = None) -> "Pair":
+        """Make both ends over ZeroMQ, the receiver's as a decode node's: it lets in only who is admitted."""
+        mine, theirs = settings(secret=secret), settings(secret=secret)
+        admission = Admission(theirs.incarnation, secret, SystemClock())
+        pair = cls.make(partial(ZeroMqChannel, admission=admission), mine, theirs)
+        pair.admission = admission
+        return pair
 
     @classmethod
     def make(
@@ -179,9 +194,11 @@ class Pair:
             self.received.wait(PeerUp)
         return self
 
-    def dial(self) -> None:
-        """Tell the sender where the receiver is."""
-        self.sender.set_peers({self.receiver_settings.incarnation: self.receiver.endpoint})
+    def dial(self, address: str = "") -> None:
+        """Tell the sender where the receiver is, or (`address`) seems to be."""
+        peer = self.receiver_settings.incarnation
+        keys = {} if self.admission is None else {peer: self.admission.key()}
+        self.sender.set_peers({peer: address or self.receiver.endpoint}, keys)
 
     def specs(self, num_tokens: int = 20) -> tuple[TransferSpec, TransferSpec]:
         """One transfer as both nodes' submits describe it."""

@@ -18,6 +18,7 @@ from pdserve.kvtransfer import (
     SendClosed,
     SendFailed,
 )
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import Channel, ChannelEvent, Route
 from pdserve.kvtransfer.inprocess import InProcessChannel, InProcessNetwork
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
@@ -38,9 +39,13 @@ class Breakable:
     def listen(self, host: str, port: int) -> str:
         return self._channel.listen(host, port)
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         self._check()
-        return self._channel.connect(address)
+        return self._channel.connect(address, shown)
+
+    def trust(self, route: Route) -> None:
+        self._check()
+        self._channel.trust(route)
 
     def disconnect(self, route: Route) -> None:
         self._check()

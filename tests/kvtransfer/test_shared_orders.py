@@ -17,6 +17,7 @@ import pytest
 
 from pdserve.core.clock import ManualClock
 from pdserve.kvtransfer import shared_channel
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import Arrived, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.shared_channel import PROOF_WAIT_S, SEEN, UNSEEN, SharedMemoryChannel
 from tests.kvtransfer.test_shared_memory import memory_held
@@ -45,8 +46,11 @@ class Line:
     def listen(self, host: str, port: int) -> str:
         return f"tcp://here:{PORT}"
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         return ROUTE
+
+    def trust(self, route: Route) -> None:
+        """Nobody is a stranger."""
 
     def disconnect(self, route: Route) -> None:
         self.told.clear()

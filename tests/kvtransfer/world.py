@@ -20,7 +20,7 @@ from pdserve.kvtransfer.events import (
     SendFailed,
     TransferSpec,
 )
-from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send, Trust
 from pdserve.kvtransfer.messages import Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
 from pdserve.kvtransfer.sender_table import SenderTable
@@ -172,6 +172,8 @@ class World:
                         self.sender.connected(route, self.now_s)
                     else:
                         self.sender.lost(route, "nobody listens", self.now_s)
+                case Trust():
+                    pass
                 case HangUp(route):
                     if route in self.alive:
                         self.alive.discard(route)

@@ -183,7 +183,9 @@ async def pair(
         # Freed blocks hold NaN: whoever still reads them is found out.
         node.desk._pool._on_free = node.desk._engine.poison
     decode.desk.set_peers((Peer(prefill.incarnation, ""),))
-    prefill.desk.set_peers((Peer(decode.incarnation, decode.desk.facts().kv_address),))
+    prefill.desk.set_peers(
+        (Peer(decode.incarnation, decode.desk.facts().kv_address, decode.desk.load().kv_admission_key),)
+    )
     running = [asyncio.create_task(node.desk.run()) for node in nodes]
     made = Pair(prefill, decode, progress)
     try:

@@ -19,6 +19,7 @@ from pdserve.engine.batch import SequenceChunk, StepResult
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import Granted, KvReceiveService, KvSendService, LinkSettings, Opened, Received, TransferSpec
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import Channel, ChannelEvent, Route
 from pdserve.kvtransfer.codec import decode
 from pdserve.kvtransfer.inprocess import InProcessNetwork
@@ -55,8 +56,11 @@ class WatchedChannel:
     def listen(self, host: str, port: int) -> str:
         return self._channel.listen(host, port)
 
-    def connect(self, address: str) -> Route:
-        return self._channel.connect(address)
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
+        return self._channel.connect(address, shown)
+
+    def trust(self, route: Route) -> None:
+        self._channel.trust(route)
 
     def disconnect(self, route: Route) -> None:
         self._channel.disconnect(route)

@@ -25,6 +25,7 @@ from pdserve.decode_node.sequence import SequenceState
 from pdserve.decode_node.worker import DecodeWorker
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine
+from pdserve.kvtransfer.admission import Admission
 from pdserve.node.constraints import grammar_compiler
 from pdserve.node.corridor import corridor_channel, link_settings, on_loop, transfer_spec
 from pdserve.node.desk import EngineFacts, Load
@@ -63,6 +64,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             engine, pool, self._scheduler, grammar_compiler(settings, engine, clock), legs, clock, load_changed
         )
         link = link_settings(settings, engine, incarnation)
+        self._admission = Admission(incarnation, settings.secret, clock)
         self._corridor = kv.KvReceiveService(
             link,
             small_sink(Intake(engine, self._bound), link),
@@ -71,7 +73,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             port=settings.kv_port,
             advertise=settings.kv_advertise or settings.advertise or "",
             clock=clock,
-            make_channel=corridor_channel(settings, clock),
+            make_channel=corridor_channel(settings, clock, self._admission),
         )
         self._corridor.start()
         self._facts = engine_facts(engine, link.capabilities, self._corridor.endpoint)
@@ -100,6 +102,7 @@ class DecodeDesk(EngineDesk[StepPlan, Instruction]):
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free,
             connected_peers=tuple(self._connected),
+            kv_admission_key=self._admission.key(),
         )
 
     def gauges(self) -> dict[str, float]:

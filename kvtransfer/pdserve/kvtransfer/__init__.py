@@ -11,12 +11,12 @@ A node uses one class, and hears events on that class's I/O thread. After `Corri
   or `refuse`, and `cancel` at any time. `Received` means that all KV is verified and placed; `ReceiveClosed` is the last event.
 
 Inside, from the wire up: `wire`, `messages`, `codec` (frames); `settings` (the bound of every wait, queue and buffer);
-`channel`, `inprocess`, `zeromq`, `curve` (transports); `shared_memory`, `shared_channel` (payloads inside one host);
-`nixl_engine`, `nixl_reads`, `nixl_channel` (payloads by RDMA); `lent_slots` (what both of these send from); `holding`,
-`shaping`, `faults` (decorators of any transport, for experiments); `framing`, `coverage`, `handshake`, `memory`, `timers`,
-`staging`; `sender`, `sender_link`, `sender_table` and `receiver`, `receiver_link`, `receiver_table` (machines without sockets
-or clocks, each with its transition table, which answer in `instructions`); `fair_lock`, `herald`, `io_loop`, `send_service`,
-`receive_service` (the shells).
+`admission`, `doorkeeper`, `strangers` (who may come in); `channel`, `inprocess`, `zeromq`, `curve` (transports);
+`shared_memory`, `shared_channel` (payloads inside one host); `nixl_engine`, `nixl_reads`, `nixl_channel` (payloads by RDMA);
+`lent_slots` (what both of these send from); `holding`, `shaping`, `faults` (decorators of any transport, for experiments);
+`framing`, `coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and `receiver`,
+`receiver_link`, `receiver_table` (machines without sockets or clocks, each with its transition table, which answer in
+`instructions`); `fair_lock`, `herald`, `io_loop`, `send_service`, `receive_service` (the shells).
 
 Places kept for later: `Data.heads` and `Welcome.endpoints` (head ranges), `Channel` (other transports).
 """

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType, Protocol, runtime_checkable
 
+from pdserve.kvtransfer.admission import Credentials
+
 Route = NewType("Route", bytes)
 """One connection as its channel names it. A new connection is a new route, also between the same two processes."""
 
@@ -53,8 +55,12 @@ class Channel(Protocol):
         """
         ...
 
-    def connect(self, address: str) -> Route:
-        """Dial once, without retrying. `Connected` or `Lost` follows."""
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
+        """Dial once, without retrying. `Connected` or `Lost` follows. Show `shown` to a listener that asks who comes."""
+        ...
+
+    def trust(self, route: Route) -> None:
+        """The peer at the end of a dialled route has proven itself. Until then it may send no more than a greeting."""
         ...
 
     def disconnect(self, route: Route) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import MAX_BATCH, Channel, ChannelEvent, Lost, Route
 
 MAX_HELD = 4096
@@ -48,9 +49,13 @@ class HoldingChannel:
         """Listen on the transport."""
         return self._inner.listen(host, port)
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         """Dial on the transport."""
-        return self._inner.connect(address)
+        return self._inner.connect(address, shown)
+
+    def trust(self, route: Route) -> None:
+        """Pass it on."""
+        self._inner.trust(route)
 
     def disconnect(self, route: Route) -> None:
         """Drop the route, and what is held for it."""

@@ -19,6 +19,13 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class Trust:
+    """The peer at the end of this route, which was dialled, has proven itself."""
+
+    route: Route
+
+
+@dataclass(frozen=True, slots=True)
 class HangUp:
     """Drop this route."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
 from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
@@ -102,9 +103,13 @@ class NixlChannel:
         """Accept connections."""
         return self._inner.listen(host, port)
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         """Dial once."""
-        return self._inner.connect(address)
+        return self._inner.connect(address, shown)
+
+    def trust(self, route: Route) -> None:
+        """Pass it on."""
+        self._inner.trust(route)
 
     def disconnect(self, route: Route) -> None:
         """Drop a route, and its memory."""

@@ -8,11 +8,12 @@ from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
+from pdserve.kvtransfer.admission import Credentials, credentials
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, LendingChannel, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
 from pdserve.kvtransfer.events import KvSource, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
 from pdserve.kvtransfer.herald import Herald
-from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send, Trust
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.messages import Hello
 from pdserve.kvtransfer.sender_link import SenderLink
@@ -58,12 +59,15 @@ class KvSendService:
         """
         return self._loop.stop(timeout_s)
 
-    def set_peers(self, peers: Mapping[Incarnation, str]) -> None:
+    def set_peers(
+        self, peers: Mapping[Incarnation, str], admission_keys: Mapping[Incarnation, bytes] | None = None
+    ) -> None:
         """Name the decode nodes and their addresses, all of them. New ones are dialled at once.
 
-        A link that is no longer named goes when its transfers are over.
+        A link that is no longer named goes when its transfers are over. `admission_keys` are the latest that the decode nodes
+        handed out: the next connection to each is opened with it.
         """
-        self._loop.submit(partial(self._shell.table.set_peers, dict(peers)))
+        self._loop.submit(partial(self._shell.set_peers, dict(peers), dict(admission_keys or {})))
 
     def open(self, spec: TransferSpec) -> None:
         """Announce a transfer. `Granted` or `SendFailed` follows within the deadlines of the settings.
@@ -134,6 +138,8 @@ class _SendShell:
         self, settings: LinkSettings, source: KvSource, on_event: Callable[[SendEvent], None], clock: Clock
     ) -> None:
         self.table = SenderTable(settings)
+        self._settings = settings
+        self._admission_keys: Mapping[Incarnation, bytes] = {}
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
         self._num_failed = 0
         self.herald = Herald(on_event, self._measure_gauges)
@@ -170,7 +176,9 @@ class _SendShell:
                 case _ if self._is_channel_dropped:
                     pass
                 case Dial(peer, address):
-                    self.table.dialled(peer, self._channel.connect(address))
+                    self.table.dialled(peer, self._channel.connect(address, self._credentials(peer)))
+                case Trust(route):
+                    self._channel.trust(route)
                 case HangUp(route):
                     self._channel.disconnect(route)
                 case Send():
@@ -199,6 +207,16 @@ class _SendShell:
 
     def drop_channel(self) -> None:
         self._is_channel_dropped = True
+
+    def set_peers(
+        self, peers: Mapping[Incarnation, str], admission_keys: Mapping[Incarnation, bytes], now_s: float
+    ) -> None:
+        self._admission_keys = admission_keys
+        self.table.set_peers(peers, now_s)
+
+    def _credentials(self, peer: Incarnation) -> Credentials | None:
+        key, settings = self._admission_keys.get(peer), self._settings
+        return None if key is None else credentials(key, settings.secret, settings.incarnation, peer)
 
     def _measure_gauges(self) -> dict[str, float]:
         own = {"kv_staging_bytes": self.staging.leased_bytes, "kv_failed_total": self._num_failed}

@@ -9,11 +9,11 @@ from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.events import Acked, Granted, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
 from pdserve.kvtransfer.framing import FramePlanner, FrameRange
-from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send, Trust
 from pdserve.kvtransfer.messages import Abort, Commit, Data, Gone, Nack, NackReason, Open
 from pdserve.kvtransfer.settings import LinkSettings
 
-SendInstruction = Dial | HangUp | Send | Emit[SendEvent]
+SendInstruction = Dial | Trust | HangUp | Send | Emit[SendEvent]
 
 
 class SendState(Enum):

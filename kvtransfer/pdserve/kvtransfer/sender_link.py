@@ -10,7 +10,7 @@ from pdserve.kvtransfer import handshake
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.codec import MAX_BEAT_IDS, NONCE_BYTES
 from pdserve.kvtransfer.events import PeerDown, PeerRefused, PeerUp
-from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
+from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send, Trust
 from pdserve.kvtransfer.messages import Beat, Challenge, Hello, Refuse, Welcome
 from pdserve.kvtransfer.sender import SendInstruction
 from pdserve.kvtransfer.settings import MAX_FRAMES_IN_SOCKET, LinkSettings
@@ -146,6 +146,8 @@ class SenderLink:
         self._pause_s = self._settings.retry_min_s
         self._due_s = now_s + self._settings.beat_s
         self.heard(now_s)
+        assert self.route is not None
+        self._out.append(Trust(self.route))
         self._out.append(Emit(PeerUp(self.peer)))
         return True
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.core.clock import Clock
+from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
@@ -88,11 +89,15 @@ class SharedMemoryChannel:
             self._inner.watch(self._door.fileno())
         return address
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         """Dial once."""
-        route = self._inner.connect(address)
+        route = self._inner.connect(address, shown)
         self._port_of[route] = _port(address)
         return route
+
+    def trust(self, route: Route) -> None:
+        """Pass it on."""
+        self._inner.trust(route)
 
     def disconnect(self, route: Route) -> None:
         """Drop a route, and its memory."""

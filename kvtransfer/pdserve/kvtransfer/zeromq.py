@@ -2,7 +2,11 @@
 
 A DEALER dials once and never reconnects by itself, since reconnection to a restarted peer would be silent. Monitors report
 connections and losses. On the ROUTER's side a loss is known by file descriptor, so the descriptor that each message came in on is
-remembered. `ZAP_DOMAIN` makes libzmq drop peers that speak no current ZMTP, so raw bytes never become messages.
+remembered.
+
+With an `Admission`, a peer gets a message, a routing id or memory only after it has shown good credentials within ZMTP's own
+handshake. A ROUTER needs that: libzmq takes the frames of one message without end, and aborts the process when a peer chooses an
+id that it would give itself. Until then, and on the dialling side until `trust`, a connection is a stranger's (`strangers`).
 """
 
 import contextlib
@@ -18,25 +22,33 @@ from itertools import count
 import zmq
 
 from pdserve.core.errors import AddressInUse, ConfigError
+from pdserve.kvtransfer.admission import Admission, Credentials
 from pdserve.kvtransfer.channel import MAX_BATCH, MAX_FRAMES, Arrived, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.curve import CurveKeys, fresh_keys
+from pdserve.kvtransfer.doorkeeper import Doorkeeper
+from pdserve.kvtransfer.strangers import LOOK_S, Strangers
 
 SEND_HWM = 4096
 """Messages inside one connection. DATA is bounded by its sender; this bounds control towards a peer that does not read."""
 CONNECT_TIMEOUT_MS = 3000
+HANDSHAKE_MS = 5000
+"""Time for ZMTP's handshake, the wait for this process's own answer in it included."""
+BACKLOG = 128
 MAX_LOST = 64
 ZAP_DOMAIN = b"pdserve"
-_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
+_COMES = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
+_EVENTS = _COMES | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
 _FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 CURVE_BYTES = 33
 """What encryption adds to a message: command name, nonce, tag and flags; libzmq bounds what is on the wire."""
 _NO_HANDSHAKE = "no ZeroMQ handshake: another protocol, or --kv-encryption or the cluster secret differ"
+_NOT_ADMITTED = "not admitted: the cluster secret differs, or the admission key is too old"
 LOSSES: dict[int, str] = {
     zmq.Event.DISCONNECTED: "disconnected",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: _NO_HANDSHAKE,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: _NO_HANDSHAKE,
-    zmq.Event.HANDSHAKE_FAILED_AUTH: _NO_HANDSHAKE,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: _NOT_ADMITTED,
 }
 _READABLE = int(zmq.POLLIN)
 MANY_LENT = 3
@@ -51,7 +63,8 @@ class _Dialled:
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    is_ready: bool = False
+    fd: int = -1
+    """Its connection's descriptor, once that stands."""
 
 
 @dataclass(slots=True)
@@ -78,11 +91,15 @@ class ZeroMqChannel:
     """One process's end, with its own context and one libzmq I/O thread. Used by one thread, except `wake`.
 
     With `keys`, everything is encrypted, and only ends that were given the same keys understand each other. A sender that has
-    but a few buffers for payloads says so by `num_buffers`: it waits for each of them.
+    but a few buffers for payloads says so by `num_buffers`: it waits for each of them. A listener without `admission` takes
+    everyone who speaks ZMTP: for measurements and tests inside one process only.
     """
 
-    def __init__(self, keys: CurveKeys | None = None, num_buffers: int = MANY_LENT) -> None:
+    def __init__(
+        self, keys: CurveKeys | None = None, num_buffers: int = MANY_LENT, admission: Admission | None = None
+    ) -> None:
         self._keys = keys
+        self._strangers = Strangers()
         self._many_lent = min(num_buffers, MANY_LENT)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
@@ -90,6 +107,10 @@ class ZeroMqChannel:
         os.set_blocking(self._wake_in, False)
         os.set_blocking(self._wake_out, False)
         self._poller.register(self._wake_in, zmq.POLLIN)
+        self._doorkeeper: Doorkeeper | None = None
+        if admission is not None:
+            self._doorkeeper = Doorkeeper(self._context, admission)
+            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
         self._listener: _Listener | None = None
         self._dialled: dict[Route, _Dialled] = {}
         self._numbers = count(1)
@@ -104,9 +125,12 @@ class ZeroMqChannel:
         socket = self._socket(zmq.ROUTER, is_ipv6=":" in host)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._take_keys(socket, self._keys)
+        elif self._doorkeeper is not None:
+            socket.setsockopt(zmq.PLAIN_SERVER, 1)
         monitor = socket.get_monitor_socket(_EVENTS | _FAILURES)
         self._listener = _Listener(socket, monitor)
         place = f"tcp://[{host}]:{port or '*'}" if ":" in host else f"tcp://{host}:{port or '*'}"
@@ -120,7 +144,7 @@ class ZeroMqChannel:
             self._poller.register(each, zmq.POLLIN)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect(self, address: str) -> Route:
+    def connect(self, address: str, shown: Credentials | None = None) -> Route:
         """Dial with a new DEALER."""
         route = Route(f"d{next(self._numbers)}".encode())
         socket = self._socket(zmq.DEALER, is_ipv6="[" in address)
@@ -130,6 +154,9 @@ class ZeroMqChannel:
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
             self._take_keys(socket, fresh_keys())
+        elif shown is not None:
+            socket.setsockopt(zmq.PLAIN_USERNAME, shown.username)
+            socket.setsockopt(zmq.PLAIN_PASSWORD, shown.password)
         dialled = self._dialled[route] = _Dialled(socket, socket.get_monitor_socket(_EVENTS | _FAILURES))
         for each in (dialled.socket, dialled.monitor):
             self._poller.register(each, zmq.POLLIN)
@@ -140,11 +167,18 @@ class ZeroMqChannel:
             self._backlog.append(Lost(route, f"cannot dial {address}: {error}"))
         return route
 
+    def trust(self, route: Route) -> None:
+        """Stop watching how much comes on a dialled route."""
+        dialled = self._dialled.get(route)
+        if dialled is not None:
+            self._strangers.forget(dialled.fd)
+
     def disconnect(self, route: Route) -> None:
         """Close the DEALER of a dialled route, or forget an accepted one."""
         self._backlog = deque(event for event in self._backlog if event.route != route)
         dialled = self._dialled.pop(route, None)
         if dialled is not None:
+            self._strangers.forget(dialled.fd)
             self._close_pair(dialled.socket, dialled.monitor)
         elif self._listener is not None:
             fds = self._listener.route_of_fd
@@ -190,14 +224,20 @@ class ZeroMqChannel:
         if self._lent:
             timeout_s = self._reap_s if timeout_s is None else min(timeout_s, self._reap_s)
             self._reap_s = min(2 * self._reap_s, _LAST_REAP_S)
+        if self._strangers:
+            timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
         ready = {source for source, _ in self._poller.poll(timeout_ms)}
         if self._wake_in in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_in, 4096)
+        if self._doorkeeper is not None and self._doorkeeper.socket in ready:
+            self._doorkeeper.answer()
         self._backlog.extend(self._listener_events(ready))
         for route, dialled in list(self._dialled.items()):
             self._backlog.extend(self._dialled_events(route, dialled, ready))
+        if self._strangers:
+            self._strangers.cut()
         self._reap()
         return self._next_batch()
 
@@ -206,8 +246,13 @@ class ZeroMqChannel:
         self._poller.register(fd, zmq.POLLIN)
 
     def gauges(self) -> dict[str, float]:
-        """Return nothing: DATA inside sockets is counted by who sends it."""
-        return {}
+        """Return what became of strangers. DATA inside sockets is counted by who sends it."""
+        refused = 0 if self._doorkeeper is None else self._doorkeeper.num_refused
+        return {
+            "kv_strangers": len(self._strangers),
+            "kv_strangers_cut_total": self._strangers.num_cut,
+            "kv_not_admitted_total": refused,
+        }
 
     def wake(self) -> None:
         """Write a byte into the pipe; a full pipe will wake the poll anyway."""
@@ -230,6 +275,8 @@ class ZeroMqChannel:
         if self._listener is not None:
             self._close_pair(self._listener.socket, self._listener.monitor)
             self._listener = None
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._context.term()
         for lent in self._lent:
             # After `term` libzmq reads nothing any more; pyzmq's own thread only has to say so.
@@ -248,6 +295,7 @@ class ZeroMqChannel:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + (CURVE_BYTES if self._keys is not None else 0))
         socket.setsockopt(zmq.IPV6, int(is_ipv6))
         return socket
@@ -292,11 +340,18 @@ class ZeroMqChannel:
                 route = Route(frames[0].bytes)
                 # Without a descriptor the loss of the route shows when it is next sent on, or by its lease.
                 with contextlib.suppress(zmq.ZMQError):
-                    fresh[int(frames[1].get(zmq.SRCFD))] = route
+                    fd = int(frames[1].get(zmq.SRCFD))
+                    fresh[fd] = route
+                    # It was admitted, or else its message would not be here.
+                    self._strangers.forget(fd)
                 yield Arrived(route, tuple(frame.buffer for frame in frames[1:]))
         # With more messages to read, losses wait: what came before a loss is delivered before it.
         if num_read < MAX_BATCH:
             for event, fd in self._monitored(listener.monitor):
+                if event == zmq.Event.ACCEPTED:
+                    self._strangers.came(fd, is_accepted=True)
+                elif event == zmq.Event.DISCONNECTED:
+                    self._strangers.forget(fd)
                 if event == zmq.Event.DISCONNECTED and (lost := listener.route_of_fd.pop(fd, None)):
                     listener.lost.append(lost)
                     yield Lost(lost, "disconnected")
@@ -315,8 +370,11 @@ class ZeroMqChannel:
                 yield Arrived(route, tuple(frame.buffer for frame in frames))
         if dialled.monitor not in ready or num_read >= MAX_BATCH:
             return
-        for event, _ in self._monitored(dialled.monitor):
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+        for event, value in self._monitored(dialled.monitor):
+            if event == zmq.Event.CONNECTED:
+                dialled.fd = value
+                self._strangers.came(value, is_accepted=False)
+            elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 yield Connected(route)
             else:
                 yield Lost(route, LOSSES.get(event, "cannot connect"))

@@ -177,6 +177,7 @@ class RouterStream:
             draining=self._is_draining(),
             connected_peers=list(load.connected_peers),
             gauges=self._desk.gauges(),
+            kv_admission_key=load.kv_admission_key,
         )
 
     def _take(self, request: node_pb2.AttachRequest) -> None:

@@ -15,6 +15,7 @@ from pdserve.core.settings import DecodeSettings, NodeSettings
 from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import LinkSettings, TransferSpec
+from pdserve.kvtransfer.admission import Admission
 from pdserve.kvtransfer.channel import Channel
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.curve import listener_keys
@@ -53,10 +54,10 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
     )
 
 
-def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Channel]:
+def corridor_channel(settings: NodeSettings, clock: Clock, admission: Admission | None = None) -> Callable[[], Channel]:
     """Return what makes the corridor's transport: ZeroMQ with shared memory inside a host or NIXL, or through a worse link.
 
-    Raises ConfigError for an engine that is not installed.
+    A decode node says by `admission` whom it lets in. Raises ConfigError for an engine that is not installed.
     """
     if settings.kv_engine == "nixl":
         require_nixl()
@@ -73,7 +74,7 @@ def corridor_channel(settings: NodeSettings, clock: Clock) -> Callable[[], Chann
     is_shared = settings.kv_shared_memory == "auto" and shape is None and faults is None and sys.platform == "linux"
 
     def make_channel() -> Channel:
-        network = ZeroMqChannel(keys, settings.kv_staging_bytes // MAX_FRAME_BYTES)
+        network = ZeroMqChannel(keys, settings.kv_staging_bytes // MAX_FRAME_BYTES, admission)
         channel: Channel = network
         if settings.kv_engine == "nixl":
             # No shared memory of ours beside it: inside a host UCX uses its own.

@@ -21,6 +21,8 @@ class Load:
     num_blocks: int
     num_free_blocks: int
     connected_peers: tuple[Incarnation, ...]
+    kv_admission_key: bytes = b""
+    """What a decode node's KV connections are opened with for now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from pdserve.v1 import inference_pb2, node_pb2
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A node of the other role. `kv_address` is empty for prefill nodes."""
+    """A node of the other role. `kv_address` and `kv_admission_key` are empty for prefill nodes."""
 
     incarnation: Incarnation
     kv_address: str
+    kv_admission_key: bytes = b""
 
 
 def leg_of(router: Incarnation, message: node_pb2.Submit | node_pb2.SubmitPart | node_pb2.Cancel) -> LegKey:
@@ -25,7 +26,11 @@ def leg_of(router: Incarnation, message: node_pb2.Submit | node_pb2.SubmitPart |
 def peers_from_pb(message: node_pb2.Peers) -> tuple[Peer, ...]:
     """Return the peers that a router names; those with a malformed incarnation are left out."""
     return tuple(
-        Peer(Incarnation(node.incarnation), node.kv_endpoints[0].address if node.kv_endpoints else "")
+        Peer(
+            Incarnation(node.incarnation),
+            node.kv_endpoints[0].address if node.kv_endpoints else "",
+            node.kv_admission_key,
+        )
         for node in message.nodes
         if len(node.incarnation) == ID_BYTES
     )

@@ -84,7 +84,12 @@ class PrefillDesk(EngineDesk[StepPlan, Instruction]):
 
     def set_peers(self, peers: tuple[Peer, ...]) -> None:
         """Take the decode nodes that may be sent to."""
-        self._corridor.set_peers({peer.incarnation: peer.kv_address for peer in peers if peer.kv_address})
+        # One that has not handed out an admission key yet would turn a connection away.
+        open_ones = [peer for peer in peers if peer.kv_address and peer.kv_admission_key]
+        self._corridor.set_peers(
+            {peer.incarnation: peer.kv_address for peer in open_ones},
+            {peer.incarnation: peer.kv_admission_key for peer in open_ones},
+        )
 
     def load(self) -> Load:
         """Return the present load."""

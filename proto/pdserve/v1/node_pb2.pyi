@@ -210,8 +210,11 @@ class Peer(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     KV_ENDPOINTS_FIELD_NUMBER: _builtins.int
+    KV_ADMISSION_KEY_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     """This run of the node, 16 bytes."""
+    kv_admission_key: _builtins.bytes
+    """The latest NodeStatus.kv_admission_key of the node (of decode nodes; empty for prefill nodes)."""
     @_builtins.property
     def kv_endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
         """KV endpoints, e.g. "tcp://10.0.0.7:50161" (of decode nodes; empty for prefill nodes)."""
@@ -221,10 +224,11 @@ class Peer(_message.Message):
         *,
         incarnation: _builtins.bytes = ...,
         kv_endpoints: _abc.Iterable[Global___KvEndpoint] | None = ...,
+        kv_admission_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_endpoints", b"kv_endpoints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "kv_admission_key", b"kv_admission_key", "kv_endpoints", b"kv_endpoints"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -816,6 +820,7 @@ class NodeStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     CONNECTED_PEERS_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
+    KV_ADMISSION_KEY_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting to run."""
     num_running: _builtins.int
@@ -828,6 +833,8 @@ class NodeStatus(_message.Message):
     """Blocks that could be taken now."""
     draining: _builtins.bool
     """New submits are refused."""
+    kv_admission_key: _builtins.bytes
+    """What KV connections to this node are opened with for now: 16 bytes, renewed every 20 s, good for 60 s (decode nodes)."""
     @_builtins.property
     def connected_peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Incarnations of peers with a completed KV handshake, 16 bytes each."""
@@ -847,10 +854,11 @@ class NodeStatus(_message.Message):
         draining: _builtins.bool = ...,
         connected_peers: _abc.Iterable[_builtins.bytes] | None = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        kv_admission_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected_peers", b"connected_peers", "draining", b"draining", "gauges", b"gauges", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected_peers", b"connected_peers", "draining", b"draining", "gauges", b"gauges", "kv_admission_key", b"kv_admission_key", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_running", b"num_running", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,7 +38,7 @@ class Member:
     status: Status = field(default_factory=Status)
     ledger: NodeLedger = field(default_factory=NodeLedger)
     send: Send | None = None
-    told_peers: tuple[Incarnation, ...] | None = None
+    told_peers: tuple[tuple[Incarnation, bytes], ...] | None = None
     is_broken: bool = False
     """The stream takes nothing any more, although its end is not reported yet."""
     is_stuck: bool = False
@@ -269,8 +269,9 @@ class Membership:
         """Tell every attached node the nodes of the other role that it may work with, if that changed."""
         attached = [member for member in self.members if member.hello is not None]
         for member in attached:
-            peers = [peer.hello for peer in attached if peer.hello and _are_peers(member, peer)]
-            names = tuple(peer.incarnation for peer in peers)
+            others = [peer for peer in attached if _are_peers(member, peer)]
+            peers = [(peer.hello, peer.status.kv_admission_key) for peer in others if peer.hello]
+            names = tuple((hello.incarnation, key) for hello, key in peers)
             if names != member.told_peers and member.send is not None:
                 member.told_peers = names
                 member.send(pb_nodes.peers_message(peers))

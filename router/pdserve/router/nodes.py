@@ -68,6 +68,8 @@ class Status:
     is_draining: bool = False
     connected_peers: frozenset[Incarnation] = frozenset()
     gauges: Mapping[str, float] = field(default_factory=dict)
+    kv_admission_key: bytes = b""
+    """What KV connections to the node are opened with; passed on to its peers."""
 
 
 @dataclass(frozen=True)

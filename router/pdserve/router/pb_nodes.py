@@ -63,8 +63,8 @@ def beat_message() -> node_pb2.AttachRequest:
     return node_pb2.AttachRequest(beat=node_pb2.Beat())
 
 
-def peers_message(peers: Iterable[Hello]) -> node_pb2.AttachRequest:
-    """Return the complete list of usable nodes of the other role."""
+def peers_message(peers: Iterable[tuple[Hello, bytes]]) -> node_pb2.AttachRequest:
+    """Return the complete list of usable nodes of the other role, each with its present admission key."""
     nodes = [
         node_pb2.Peer(
             incarnation=peer.incarnation,
@@ -72,8 +72,9 @@ def peers_message(peers: Iterable[Hello]) -> node_pb2.AttachRequest:
                 node_pb2.KvEndpoint(address=at.address, head_start=at.head_start, head_end=at.head_end)
                 for at in peer.kv_endpoints
             ],
+            kv_admission_key=key,
         )
-        for peer in peers
+        for peer, key in peers
     ]
     return node_pb2.AttachRequest(peers=node_pb2.Peers(nodes=nodes))
 
@@ -171,6 +172,7 @@ def status_from_pb(message: node_pb2.NodeStatus) -> Status:
         is_draining=message.draining,
         connected_peers=frozenset(Incarnation(peer) for peer in message.connected_peers),
         gauges=dict(message.gauges),
+        kv_admission_key=message.kv_admission_key,
     )
 
 
