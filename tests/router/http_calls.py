@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,17 @@ def body_of(path: str, **fields: Any) -> Json:
 
 
 @asynccontextmanager
-async def http_stage(
-    folder: Path, verify: ssl.SSLContext | None = None, **given: Any
-) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
-    """A router between ready scripted nodes, and a client of its HTTP port; nothing may be left at the end.
+async def http_stage(folder: Path, **given: Any) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
+    """A router between ready scripted nodes, and a client of its HTTP port; nothing may be left at the end."""
+    async with front_stage(folder, None, given) as ends:
+        yield ends
 
-    `verify`: the client speaks TLS, so.
-    """
+
+@asynccontextmanager
+async def front_stage(
+    folder: Path, verify: ssl.SSLContext | None, given: Mapping[str, Any]
+) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
+    """The same, with a client that speaks TLS by `verify`."""
     async with start_stage(folder, **{"http_port": "0", **given}) as stage:
         await stage.until("ready", 2)
         assert stage.router.http is not None

@@ -15,7 +15,7 @@ from pdserve.router.http import listener
 from pdserve.router.http.tls import RenewedContext
 from pdserve.rpc.tls import TlsSource
 from tests.certificates import DAY, Authority, Pair, files_of, now
-from tests.router.http_calls import COMPLETIONS, body_of, http_stage, play
+from tests.router.http_calls import COMPLETIONS, body_of, front_stage, play
 from tests.router.scripted_node import DEADLINE_S, until
 
 pytestmark = pytest.mark.asyncio
@@ -64,7 +64,7 @@ def der_of(pair: Pair) -> bytes:
 
 async def test_answers_stream_through_tls_and_nothing_else_is_served(authority: Authority, tmp_path: Path) -> None:
     pair = authority.issue("router")
-    async with http_stage(tmp_path, trusting(authority), **given(pair)) as (stage, client):
+    async with front_stage(tmp_path, trusting(authority), given(pair)) as (stage, client):
         asking = asyncio.create_task(client.post(COMPLETIONS, json=body_of(COMPLETIONS)))
         await play(stage, (3, 4, 5, 6))
         assert (await asking).json()["usage"]["completion_tokens"] == 4
@@ -82,7 +82,7 @@ async def test_a_port_with_client_authorities_serves_whom_they_signed(authority:
     other = Authority(tmp_path, "other")
     mine, theirs = authority.issue("me"), other.issue("me")
     files = given(authority.issue("router"), tls_client_ca=authority.ca)
-    async with http_stage(tmp_path, trusting(authority, mine), **files) as (stage, client):
+    async with front_stage(tmp_path, trusting(authority, mine), files) as (stage, client):
         assert (await client.get("/health")).status_code == 200
         assert stage.router.http is not None
         port = stage.router.http.port
@@ -94,7 +94,7 @@ async def test_a_port_with_client_authorities_serves_whom_they_signed(authority:
 async def test_files_that_change_count_for_new_connections(authority: Authority, tmp_path: Path) -> None:
     """With their times put back (failure class 41). A connection from before goes on; a bad pair changes nothing."""
     pair, context = authority.issue("router"), trusting(authority)
-    async with http_stage(tmp_path, context, **given(pair)) as (stage, _):
+    async with front_stage(tmp_path, context, given(pair)) as (stage, _):
         assert stage.router.http is not None
         port = stage.router.http.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -145,7 +145,7 @@ async def test_an_authority_that_leaves_the_file_vouches_for_nobody(authority: A
     ca.write_bytes(authority.ca.read_bytes())
     old, later = trusting(authority, authority.issue("old")), trusting(authority, new.issue("later"))
     files = given(authority.issue("router"), tls_client_ca=ca)
-    async with http_stage(tmp_path, old, **files) as (stage, client):
+    async with front_stage(tmp_path, old, files) as (stage, client):
         assert stage.router.http is not None
         port = stage.router.http.port
         assert (await client.get("/health")).status_code == 200
@@ -158,7 +158,7 @@ async def test_an_authority_that_leaves_the_file_vouches_for_nobody(authority: A
 
 async def test_silent_and_noisy_strangers_leave_nothing(authority: Authority, tmp_path: Path) -> None:
     garbage = (b"", b"\x16\x03\x01\x40\x00" + b"x" * 9000, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 99)
-    async with http_stage(tmp_path, trusting(authority), **given(authority.issue("router"))) as (stage, client):
+    async with front_stage(tmp_path, trusting(authority), given(authority.issue("router"))) as (stage, client):
         assert stage.router.http is not None
         assert (await client.get("/health")).status_code == 200
         process = psutil.Process()
@@ -181,7 +181,7 @@ async def test_connections_within_their_handshake_are_bounded_too(
     """Nothing above TLS hears of them: without a bound of their own a stranger could take every descriptor."""
     monkeypatch.setattr(listener, "MAX_CONNECTIONS", 4)
     context = trusting(authority)
-    async with http_stage(tmp_path, context, **given(authority.issue("router"))) as (stage, _):
+    async with front_stage(tmp_path, context, given(authority.issue("router"))) as (stage, _):
         assert stage.router.http is not None
         port = stage.router.http.port
         ends = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def given(ca: Path, pair: Pair | None = None) -> dict[str, str]:
+def given(ca: Path, pair: Pair | None = None) -> dict[str, Any]:
     own = {} if pair is None else {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
     return {"tls_ca": str(ca), **own}
 

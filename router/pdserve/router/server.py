@@ -130,8 +130,8 @@ class Router:
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
             logger.info("HTTP on %s://%s", "http" if self._tls is None else "https", addresses["http"])
-            if settings.needs_secret and not settings.api_key:
-                logger.warning("whoever reaches the HTTP port may use it; set --api-key or PDSERVE_API_KEY")
+            if settings.needs_secret and not (settings.api_key or settings.tls_client_ca):
+                logger.warning("whoever reaches the HTTP port may use it; set --api-key or --tls-client-ca")
         for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
             if not nodes:
                 logger.warning(
