@@ -152,6 +152,12 @@ def test_the_end_of_a_certificate_is_warned_of_fourteen_days_before(authority: A
     assert "expired on" in warnings(-DAY)[0]
 
 
+def test_a_certificate_that_names_nobody_is_warned_of(authority: Authority) -> None:
+    """gRPC takes the common name then, HTTP clients do not."""
+    (warning,) = read_tls(files_of(authority.issue_odd("localhost")), now().timestamp()).warnings(now().timestamp())
+    assert "no subjectAltName" in warning
+
+
 def test_a_key_that_every_user_can_read_is_seen(authority: Authority) -> None:
     key = authority.issue("x").key
     assert not is_open_to_all(key)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import ssl
@@ -14,7 +15,9 @@ import pytest
 from pdserve.router.http import listener
 from pdserve.router.http.tls import RenewedContext
 from pdserve.rpc.tls import TlsSource
+from pdserve.v1 import node_pb2
 from tests.certificates import DAY, Authority, Pair, files_of, now
+from tests.router.client_calls import IDS, submits
 from tests.router.http_calls import COMPLETIONS, body_of, front_stage, play
 from tests.router.scripted_node import DEADLINE_S, until
 
@@ -78,6 +81,22 @@ async def test_answers_stream_through_tls_and_nothing_else_is_served(authority: 
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_a_client_that_leaves_is_noticed_through_tls(authority: Authority, tmp_path: Path) -> None:
+    context = trusting(authority)
+    async with front_stage(tmp_path, context, given(authority.issue("router"))) as (stage, _):
+        assert stage.router.http is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.router.http.port, ssl=context)
+        body = json.dumps(body_of(COMPLETIONS, stream=True)).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        writer.write(head + body)
+        submit, _ = await submits(stage)
+        stage.prefill[0].first_token(submit, IDS[0])
+        await asyncio.wait_for(reader.readuntil(b"data: "), DEADLINE_S)
+        writer.transport.abort()
+        for node in (stage.prefill[0], stage.decode[0]):
+            node.released(await node.next_of("cancel"), node_pb2.LEG_OUTCOME_CANCELLED)
+
+
 async def test_a_port_with_client_authorities_serves_whom_they_signed(authority: Authority, tmp_path: Path) -> None:
     other = Authority(tmp_path, "other")
     mine, theirs = authority.issue("me"), other.issue("me")
@@ -139,6 +158,17 @@ async def test_a_pair_that_changes_while_it_is_taken_up_is_left_for_the_next_con
     assert context._inner is not first
 
 
+def resumed(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """Ask on a new connection that goes on with `session`; return its own, or None if nothing was answered."""
+    plain = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+    with context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure:
+        secure.sendall(REQUEST)
+        try:
+            return secure.session if secure.recv(99) else None
+        except OSError:
+            return None
+
+
 async def test_an_authority_that_leaves_the_file_vouches_for_nobody(authority: Authority, tmp_path: Path) -> None:
     """Not for a session that one of its clients resumes, either."""
     new, ca = Authority(tmp_path, "new"), tmp_path / "trusted.pem"
@@ -149,10 +179,14 @@ async def test_an_authority_that_leaves_the_file_vouches_for_nobody(authority: A
         assert stage.router.http is not None
         port = stage.router.http.port
         assert (await client.get("/health")).status_code == 200
+        session = await asyncio.to_thread(resumed, port, old, None)
+        assert session is not None
+        assert await asyncio.to_thread(resumed, port, old, session) is not None
         assert not await is_let_in(port, later)
         ca.write_bytes(new.ca.read_bytes())
         assert await is_let_in(port, later)
         assert not await is_let_in(port, old)
+        assert await asyncio.to_thread(resumed, port, old, session) is None
         assert (await client.get("/health")).status_code == 200, "its connection stood before"
 
 

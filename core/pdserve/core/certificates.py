@@ -71,13 +71,20 @@ class TlsMaterial:
     certificate: Certificate | None = None
 
     def warnings(self, now_s: float) -> list[str]:
-        """Return what will soon be wrong."""
+        """Return what is doubtful, or will soon be wrong."""
         its = self.certificate
-        if its is None or its.ends_s - now_s > SOON_S:
+        if its is None:
             return []
+        told = []
+        if not its.names:
+            told.append("the certificate in tls_cert has no subjectAltName: most clients take it for no host")
         if its.ends_s <= now_s:
-            return [f"the certificate in tls_cert expired on {_date(its.ends_s)}: nobody accepts it; renew the file"]
-        return [f"the certificate in tls_cert expires on {_date(its.ends_s)}, within 14 days: renew the file"]
+            told.append(
+                f"the certificate in tls_cert expired on {_date(its.ends_s)}: nobody accepts it; renew the file"
+            )
+        elif its.ends_s - now_s <= SOON_S:
+            told.append(f"the certificate in tls_cert expires on {_date(its.ends_s)}, within 14 days: renew the file")
+        return told
 
 
 def read_tls(files: TlsFiles, now_s: float) -> TlsMaterial:

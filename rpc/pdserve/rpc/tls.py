@@ -58,7 +58,9 @@ class TlsSource:
         except ConfigError as error:
             faults = error.faults
         if not faults:
-            logger.info("the TLS files changed: new connections use them")
+            logger.info(
+                "the TLS files changed: %s use them", "calls to nodes" if self._is_silent else "new connections"
+            )
         elif faults != self._faults:
             logger.error("the TLS files changed and cannot be used, so the old ones stay: %s", "; ".join(faults))
         self._faults = faults
