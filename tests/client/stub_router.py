@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 
+from pdserve.core.certificates import TlsFiles
 from pdserve.core.errors import PdserveError
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.server import GrpcServer
+from pdserve.rpc.tls import tls_source
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc, timeline_pb2
 
@@ -135,10 +137,12 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def stub_router(router: StubRouter | None = None) -> AsyncIterator[tuple[StubRouter, str]]:
+async def stub_router(
+    router: StubRouter | None = None, tls: TlsFiles | None = None
+) -> AsyncIterator[tuple[StubRouter, str]]:
     """Serve a stub on a free port; yields it and its address."""
     router = router or StubRouter()
-    server = GrpcServer("127.0.0.1", 0)
+    server = GrpcServer("127.0.0.1", 0, tls=tls_source(tls))
     server.add(NAME, lambda to: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, to))
     await server.start()
     await server.set_ready(True)

@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 
-from pdserve.client import Answer, AsyncClient, Options
+from pdserve.client import Answer, AsyncClient, Options, Tls
 from pdserve.client.cluster import ClusterState
 from pdserve.client.request import Prompt
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import secret_metadata
+from pdserve.rpc.tls import open_async_channel
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +100,8 @@ class Cluster:
     model: str
     folder: Path
     secret: ClusterSecret | None = None
+    tls: Tls | None = None
+    """How the test calls the router and the nodes."""
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: AsyncClient = field(init=False)
@@ -108,7 +110,8 @@ class Cluster:
 
     async def node_state(self, name: str) -> node_pb2.GetStateResponse:
         """Ask a node for its debug dump."""
-        async with grpc.aio.insecure_channel(self.nodes[name].grpc, options=channel_options()) as channel:
+        tls = None if self.tls is None else self.tls.material()
+        async with open_async_channel(self.nodes[name].grpc, tls, channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
             return await stub.GetState(
                 node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=secret_metadata(self.secret)
@@ -228,7 +231,7 @@ class Cluster:
         for process in self.nodes.values():
             arguments += [f"--{process.arguments[0]}", process.grpc]
         self.router = start_process("router", arguments, self.folder)
-        self.client = AsyncClient(self.router.grpc)
+        self.client = AsyncClient(self.router.grpc, tls=self.tls)
 
     async def stop(self) -> None:
         """Stop everything; whatever does not stop by itself is killed."""
@@ -279,9 +282,10 @@ async def start_cluster(
     decode: tuple[tuple[str, ...], ...] = ((),),
     router: tuple[str, ...] = (),
     secret: str | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
-    cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()))
+    cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()), tls)
     guard = () if secret is None else ("--cluster-secret", secret)
     try:
         for number, options in enumerate(prefill):

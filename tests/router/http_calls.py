@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import ssl
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,20 @@ def body_of(path: str, **fields: Any) -> Json:
 @asynccontextmanager
 async def http_stage(folder: Path, **given: Any) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
     """A router between ready scripted nodes, and a client of its HTTP port; nothing may be left at the end."""
+    async with front_stage(folder, None, given) as ends:
+        yield ends
+
+
+@asynccontextmanager
+async def front_stage(
+    folder: Path, verify: ssl.SSLContext | None, given: Mapping[str, Any]
+) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
+    """The same, with a client that speaks TLS by `verify`."""
     async with start_stage(folder, **{"http_port": "0", **given}) as stage:
         await stage.until("ready", 2)
         assert stage.router.http is not None
-        address = f"http://127.0.0.1:{stage.router.http.port}"
-        async with httpx.AsyncClient(base_url=address, timeout=DEADLINE_S) as client:
+        address = f"{'https' if verify else 'http'}://127.0.0.1:{stage.router.http.port}"
+        async with httpx.AsyncClient(base_url=address, timeout=DEADLINE_S, verify=verify or True) as client:
             yield stage, client
         await stage.leak_oracle()
 

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from pdserve.core.build import Role
+from pdserve.core.certificates import TlsFiles, TlsMaterial
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import new_incarnation
@@ -19,6 +20,7 @@ from pdserve.core.settings import RouterSettings, load_settings
 from pdserve.router.server import Router
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.options import channel_options
+from pdserve.rpc.tls import TlsSource, open_async_channel, server_credentials
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, node_pb2
 from tests.router.models import write_model_folder
 
@@ -45,6 +47,7 @@ class ScriptedNode:
     num_refused: int = 0
     num_beats: int = 0
     port: int = 0
+    tls: TlsFiles | None = None
     spoken: list[node_pb2.StepOutput] = field(default_factory=list)
     heard: "asyncio.Queue[node_pb2.AttachRequest]" = field(default_factory=asyncio.Queue)
     _words: "asyncio.Queue[node_pb2.AttachResponse | None]" = field(default_factory=asyncio.Queue)
@@ -63,7 +66,11 @@ class ScriptedNode:
         )
         service = grpc.method_handlers_generic_handler("pdserve.v1.NodeService", {"Attach": handler})
         self._server.add_generic_rpc_handlers((service,))
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        where = f"127.0.0.1:{self.port}"
+        if self.tls is None:
+            self.port = self._server.add_insecure_port(where)
+        else:
+            self.port = self._server.add_secure_port(where, server_credentials(TlsSource(self.tls)))
         await self._server.start()
         return self
 
@@ -259,12 +266,20 @@ async def until(condition: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def start_stage(folder: Path, *, num_prefill: int = 1, num_decode: int = 1, **given: Any) -> AsyncIterator[Stage]:
-    """Run a router and its scripted nodes; check at the end that nothing is left."""
+async def start_stage(
+    folder: Path,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    node_tls: TlsFiles | None = None,
+    trust: TlsMaterial | None = None,
+    **given: Any,
+) -> AsyncIterator[Stage]:
+    """Run a router and its scripted nodes; check at the end that nothing is left. `trust`: the stub's TLS, if it has any."""
     model = write_model_folder(folder / "model")
     digest = digest_of(model)
-    prefill = [await ScriptedNode(Role.PREFILL, digest).start() for _ in range(num_prefill)]
-    decode = [await ScriptedNode(Role.DECODE, digest).start() for _ in range(num_decode)]
+    prefill = [await ScriptedNode(Role.PREFILL, digest, tls=node_tls).start() for _ in range(num_prefill)]
+    decode = [await ScriptedNode(Role.DECODE, digest, tls=node_tls).start() for _ in range(num_decode)]
     settings = load_settings(
         RouterSettings,
         {
@@ -284,7 +299,7 @@ async def start_stage(folder: Path, *, num_prefill: int = 1, num_decode: int = 1
         await until(lambda: stage.router.server.port)
         address = f"127.0.0.1:{stage.router.server.port}"
         try:
-            async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            async with open_async_channel(address, trust, channel_options()) as channel:
                 stage.channel = channel
                 stage.stub = inference_pb2_grpc.InferenceServiceStub(channel)
                 yield stage

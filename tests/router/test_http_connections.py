@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from pathlib import Path
 
 import pytest
 
 from pdserve.router.http import connection, listener
 from pdserve.v1 import node_pb2
+from tests.certificates import Authority
 from tests.router.client_calls import IDS, submits
-from tests.router.http_calls import COMPLETIONS, adopted, body_of, http_stage, tokens_of
+from tests.router.http_calls import COMPLETIONS, adopted, body_of, front_stage, http_stage, tokens_of
 from tests.router.scripted_node import DEADLINE_S, until
 
 pytestmark = pytest.mark.asyncio
@@ -71,23 +73,38 @@ async def test_the_kernel_ends_connections_that_take_nothing(tmp_path: Path) -> 
             assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == listener.UNREAD_MS
 
 
-async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path, with_tls: bool) -> None:
     """Bounded as over gRPC: once the socket is full, `max_unread_bytes` may wait. Nor does it keep the router from stopping."""
+    authority = Authority(tmp_path) if with_tls else None
     with socket.socket() as deaf:
-        await asyncio.wait_for(leave_unread(tmp_path, deaf), 2 * DEADLINE_S)
+        await asyncio.wait_for(leave_unread(tmp_path, deaf, authority), 2 * DEADLINE_S)
 
 
-async def leave_unread(folder: Path, deaf: socket.socket) -> None:
-    async with http_stage(folder, max_unread_bytes=100_000) as (stage, client):
+async def leave_unread(folder: Path, plain: socket.socket, authority: Authority | None) -> None:
+    context, files = None, {}
+    if authority is not None:
+        context = ssl.create_default_context(cafile=authority.ca)
+        pair = authority.issue("router")
+        files = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
+    async with front_stage(folder, context, {"max_unread_bytes": 100_000, **files}) as (stage, client):
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = 1 << 20
             await node.attach_anew()
         await stage.until("ready", 2)
         body = json.dumps(body_of(COMPLETIONS, max_tokens=100_000, stream=True, logprobs=20)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.connect((client.base_url.host, client.base_url.port))
-        deaf.sendall(head + body)
+
+        def ask() -> socket.socket:
+            """Returns what must be kept: a connection ends with its socket."""
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            plain.settimeout(DEADLINE_S)
+            plain.connect((client.base_url.host, client.base_url.port))
+            deaf = plain if context is None else context.wrap_socket(plain, server_hostname="127.0.0.1")
+            deaf.sendall(head + body)
+            return deaf
+
+        deaf = await asyncio.to_thread(ask)
         submit, _ = await submits(stage)
         top = {"token_ids": list(range(3, 23)), "logprobs": [-1.0 - i for i in range(20)]}
         stage.prefill[0].first_token(submit, IDS[0])
@@ -112,3 +129,4 @@ async def leave_unread(folder: Path, deaf: socket.socket) -> None:
         assert index > 1200, "twice what may wait in the router: the rest is in the socket"
         stage.decode[0].released(await stopped, node_pb2.LEG_OUTCOME_CANCELLED)
         await until(lambda: stage.router.sessions.gauges()["failed_total"] == 1)
+        deaf.close()

@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from pdserve.cli.request_options import CONVERSATION, SERVER, SHOWN, AnswerOptions, ServerOption, option, takes_options
+from pdserve.cli.tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from pdserve.cli.chat_lines import ChatLines
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 @takes_options
 def chat(
     answering: AnswerOptions,
+    trust: TlsOptions,
     system: Annotated[str, option("System message.", CONVERSATION)] = "",
     server: ServerOption = SERVER,
     stats: Annotated[
@@ -29,7 +31,7 @@ def chat(
     lines = ChatLines(sys.stdin, sys.stdout)
     conversation = Conversation(system, answering.template_arguments)
     try:
-        with Client(server, retry=NO_RETRIES) as client:
+        with Client(server, retry=NO_RETRIES, tls=trust.client_tls()) as client:
             Talk(client, conversation, answering.options(), lines, has_stats=stats).run()
     except KeyboardInterrupt:
         raise Cancelled("interrupted") from None

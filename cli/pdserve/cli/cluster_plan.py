@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.cli.child import ProcessPlan
+from pdserve.cli.cluster_tls import client_files, tls_faults
 from pdserve.cli.supervisor import ClusterPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.setting_faults import HINT, did_you_mean
@@ -71,6 +72,8 @@ def plan_cluster(options: ClusterOptions) -> PlannedCluster:
         raise ConfigError(faults, hint=HINT)
     router = settings["router"]
     assert isinstance(router, RouterSettings)
+    if apart := tls_faults(settings, HOST):
+        raise ConfigError(apart, hint="docs/tls.md shows how to make the files")
     commands = {role: command_of(role, given[role].values, options.config) for role in ROLE_SETTINGS}
     counts = (("prefill", int(options.num_prefill)), ("decode", int(options.num_decode)))
     nodes = [ProcessPlan(f"{role}-{i}", role, commands[role]) for role, count in counts for i in range(count)]
@@ -80,6 +83,7 @@ def plan_cluster(options: ClusterOptions) -> PlannedCluster:
         host=HOST,
         port=router.port,
         http_port=router.http_port,
+        tls=client_files(router),
         drain_s=router.drain_s,
     )
     return PlannedCluster(plan, tuple(dict.fromkeys(its.model for its in settings.values())), router.log_format)

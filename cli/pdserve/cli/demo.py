@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from pdserve.cli.cluster_plan import ClusterOptions, plan_cluster
+from pdserve.cli.cluster_tls import own_tls
 from pdserve.cli.events import Event
 from pdserve.cli.model_steps import ProgressBars, ready_model
 from pdserve.cli.report import errors_output, output, run_async, show_error
@@ -46,7 +47,8 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     from pdserve.cli.timeline_view import timeline_view
     from pdserve.client import Chat, Options, Turn
 
-    probe, shown = RouterProbe(), DemoReporter()
+    tls = own_tls(plan.tls, plan.host)
+    probe, shown = RouterProbe(tls), DemoReporter()
     reporter = SteadyReporter(shown)
     errors_output().print("starting a router, a prefill node and a decode node", style="dim")
     supervisor = Supervisor(plan, reporter, probe)
@@ -54,7 +56,8 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     async def work() -> None:
         output().print(f"\n[bold]{escape(prompt)}[/bold]")
         question = Chat((Turn("user", prompt),))
-        answer = await ask(supervisor.address, question, Options(max_tokens=max_tokens, timeout_s=120.0), stream=True)
+        options = Options(max_tokens=max_tokens, timeout_s=120.0)
+        answer = await ask(supervisor.address, question, options, stream=True, tls=tls)
         if answer.summary is not None:
             output().print()
             output().print(timeline_view(answer.summary))

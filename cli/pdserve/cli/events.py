@@ -70,16 +70,21 @@ class Waiting(Event):
 
 @dataclass(frozen=True, slots=True)
 class Ready(Event):
-    """The router serves, over gRPC at `address` and, unless `http_address` is empty, over HTTP there."""
+    """The router serves, over gRPC at `address` and, unless `http_address` is empty, over HTTP there.
+
+    With TLS `tls_options` are what a command must be given to call it.
+    """
 
     kind: ClassVar[str] = "ready"
     address: str
     http_address: str = ""
+    tls_options: str = ""
 
     def line(self) -> str:
         """Return the event as a line for people."""
-        http = f"; OpenAI's API at http://{self.http_address}/v1" if self.http_address else ""
-        return f'ready: pdserve generate --server {self.address} --chat "What is 2+2?"{http}'
+        scheme, tls = ("https", f" {self.tls_options}") if self.tls_options else ("http", "")
+        http = f"; OpenAI's API at {scheme}://{self.http_address}/v1" if self.http_address else ""
+        return f'ready: pdserve generate --server {self.address}{tls} --chat "What is 2+2?"{http}'
 
 
 @dataclass(frozen=True, slots=True)

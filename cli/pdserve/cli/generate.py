@@ -17,10 +17,11 @@ from pdserve.cli.request_options import (
     option,
     takes_options,
 )
+from pdserve.cli.tls_options import TlsOptions
 from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pdserve.client import Answer, Choice, Options, Part, Prompt
+    from pdserve.client import Answer, Choice, Options, Part, Prompt, Tls
     from pdserve.client.request import ToolChoice
 
 
@@ -29,6 +30,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads standard input.")],
     answering: AnswerOptions,
     more: MoreOptions,
+    trust: TlsOptions,
     chat: Annotated[
         bool | None, option("Ask through the model's chat template.", CONVERSATION, "--chat/--no-chat")
     ] = None,
@@ -46,7 +48,7 @@ def generate(
     with errors_as_json(as_json):
         options = more.added_to(answering.options())
         question = prompt_of(text_of(prompt), answering, more, chat=chat, system=system)
-        answer = run_async(ask(server, question, options, stream=stream, as_json=as_json))
+        answer = run_async(ask(server, question, options, stream=stream, as_json=as_json, tls=trust.client_tls()))
     if as_json or answer.summary is None:
         return
     if more.logprobs is not None or more.prompt_logprobs:
@@ -107,7 +109,15 @@ def tool_choice_of(text: str) -> "ToolChoice | None":
             return NamedTool(text)
 
 
-async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool, as_json: bool = False) -> "Answer":
+async def ask(
+    server: str,
+    prompt: "Prompt",
+    options: "Options",
+    *,
+    stream: bool,
+    as_json: bool = False,
+    tls: "Tls | None" = None,
+) -> "Answer":
     """Write the answer to standard output as it comes, and return it whole."""
     from pdserve.cli.answer_display import AnswerDisplay
     from pdserve.cli.report import write_json
@@ -115,7 +125,7 @@ async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool
 
     display = AnswerDisplay(sys.stdout, num_sequences=options.n or 1)
     async with (
-        AsyncClient(server, retry=NO_RETRIES) as client,
+        AsyncClient(server, retry=NO_RETRIES, tls=tls) as client,
         client.generate(prompt, options, stream=stream) as parts,
     ):
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from pdserve.cli.tls_options import TlsOptions
 from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -168,10 +169,10 @@ def text_in(name: str, path: Path) -> str:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with an option per field of its AnswerOptions and MoreOptions, which it still gets as values."""
+    """Return `command` with an option per field of its AnswerOptions, MoreOptions and TlsOptions, which it gets as values."""
     signature, parameters = inspect.signature(command), []
     kinds: dict[str, type] = {p.name: p.annotation for p in signature.parameters.values()}
-    groups = {name: kind for name, kind in kinds.items() if kind in (AnswerOptions, MoreOptions)}
+    groups = {name: kind for name, kind in kinds.items() if kind in (AnswerOptions, MoreOptions, TlsOptions)}
     for parameter in signature.parameters.values():
         if parameter.name not in groups:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))

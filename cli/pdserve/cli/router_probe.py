@@ -1,21 +1,23 @@
 """Asks a starting router what it still waits for."""
 
 from pdserve.client.async_client import AsyncClient
+from pdserve.client.tls import Tls
 from pdserve.client.unreachable import essence_of
 from pdserve.core.errors import PdserveError
 
 
 class RouterProbe:
-    """A question that may be asked again and again; close it at the end."""
+    """A question that may be asked again and again; close it at the end. `tls` is what the router's port needs, if anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._client: AsyncClient | None = None
 
     async def __call__(self, address: str) -> str:
         """Return "" when the router at `address` serves, else what it waits for."""
         if self._client is None or self._client.address != address:
             await self.close()
-            self._client = AsyncClient(address)
+            self._client = AsyncClient(address, tls=self._tls)
         if await self._client.is_ready():
             return ""
         try:

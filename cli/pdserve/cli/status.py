@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.request_options import SERVER, ServerOption
+from pdserve.cli.request_options import SERVER, ServerOption, takes_options
+from pdserve.cli.tls_options import TlsOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from pdserve.client import Tls
     from pdserve.client.cluster import ClusterState, ModelCard, NodeView
     from pdserve.core.build import ProcessInfo
 
@@ -40,7 +42,9 @@ class Look:
         return "ready" if self.is_ready else "not ready"
 
 
+@takes_options
 def status(
+    trust: TlsOptions,
     server: ServerOption = SERVER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -48,18 +52,18 @@ def status(
     from pdserve.cli.report import errors_as_json, output, run_async, write_json
 
     with errors_as_json(as_json):
-        seen = run_async(look(server))
+        seen = run_async(look(server, trust.client_tls()))
         if as_json:
             write_json(state_as_json(seen))
         else:
             output().print(state_view(seen))
 
 
-async def look(server: str) -> Look:
+async def look(server: str, tls: "Tls | None" = None) -> Look:
     """Ask a router for its state and its models."""
     from pdserve.client import AsyncClient
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, tls=tls) as client:
         return Look(server, await client.cluster_state(), await client.models(), await client.is_ready())
 
 

@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.cli.child import Child, ChildDied, ProcessPlan
+from pdserve.cli.cluster_tls import options_of
 from pdserve.cli.events import Exited, Ready, Reporter, Restarting, Started, Waiting
 from pdserve.cli.exit_codes import ExitCode
 from pdserve.cli.restarts import RestartPolicy
+from pdserve.core.certificates import TlsFiles
 from pdserve.core.errors import AddressInUse
 
 POLL_S = 0.2
@@ -32,8 +34,8 @@ class ClusterFailed(Exception):
 class ClusterPlan:
     """The processes of a cluster and its deadlines, seconds. `port` and `http_port` are the router's; 0 takes a free one.
 
-    Without `http_port` the router is told none. `stop_grace_s` is what processes get beyond the drain to tell their clients, and
-    to end by themselves.
+    Without `http_port` the router is told none. `tls`: the files that its clients need. `stop_grace_s` is what processes get
+    beyond the drain to tell their clients, and to end by themselves.
     """
 
     router: ProcessPlan
@@ -41,6 +43,7 @@ class ClusterPlan:
     host: str = "127.0.0.1"
     port: int = 50_051
     http_port: int | None = None
+    tls: TlsFiles | None = None
     drain_s: float = 30.0
     stop_grace_s: float = 10.0
     listen_wait_s: float = 120.0
@@ -90,7 +93,9 @@ class Supervisor:
                     starts.create_task(self._start(node))
             await self._start(self._router)
             await self._until_ready()
-            self._reporter.event(Ready(self.address, self._router.addresses.get("http", "")))
+            self._reporter.event(
+                Ready(self.address, self._router.addresses.get("http", ""), options_of(self._plan.tls))
+            )
             if on_ready is not None:
                 on_ready()
             async with asyncio.TaskGroup() as keepers:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.cluster_plan import ClusterOptions, PlannedCluster, plan_cluster
+from pdserve.cli.cluster_tls import own_tls
 from pdserve.cli.events import ConsoleReporter, Failed, JsonLogReporter, JsonReporter, Preparing, Reporter
 from pdserve.cli.exit_codes import exit_code_of
 from pdserve.cli.model_steps import OnStep, in_steps, ready_model
@@ -37,6 +38,11 @@ def up(
     kv_blocks: Annotated[Text, typer.Option(metavar="INTEGER", help="KV blocks of every node.")] = None,
     max_model_len: Annotated[Text, typer.Option(metavar="INTEGER", help="Longest prompt plus answer, tokens.")] = None,
     dtype: Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    tls_cert: Annotated[
+        Text, typer.Option(metavar="FILE", help="Certificate of every process, PEM; with --tls-key.")
+    ] = None,
+    tls_key: Annotated[Text, typer.Option(metavar="FILE", help="Its key.")] = None,
+    tls_ca: Annotated[Text, typer.Option(metavar="FILE", help="Its authority: TLS between the processes too.")] = None,
     kv_link: Annotated[
         Text, typer.Option(metavar="BANDWIDTH,LATENCY[,JITTER]", help="For experiments: a slower KV link.")
     ] = None,
@@ -64,6 +70,9 @@ def up(
         "kv_blocks": kv_blocks,
         "max_model_len": max_model_len,
         "dtype": dtype,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_ca": tls_ca,
         "kv_link": kv_link,
         "drain_s": drain_s,
         "log_format": log_format,
@@ -123,7 +132,7 @@ async def run_plan(plan: ClusterPlan, reporter: Reporter) -> int:
     """Run the processes of `plan` until a stop signal or a failure."""
     from pdserve.cli.router_probe import RouterProbe
 
-    probe = RouterProbe()
+    probe = RouterProbe(own_tls(plan.tls, plan.host))
     try:
         return await supervise(Supervisor(plan, reporter, probe), reporter, plan.drain_s)
     finally:

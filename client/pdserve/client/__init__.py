@@ -25,6 +25,7 @@ from pdserve.client.client import Client
 from pdserve.client.language import Grammar, JsonObject, JsonSchema, Language, OneOf, Regex
 from pdserve.client.request import Chat, NamedTool, Options, Prompt, ToolCall, Turn
 from pdserve.client.retries import NO_RETRIES, RetryPolicy
+from pdserve.client.tls import Tls
 
 __all__ = [
     "NO_RETRIES",
@@ -51,6 +52,7 @@ __all__ = [
     "RetryPolicy",
     "ScoredToken",
     "Summary",
+    "Tls",
     "Tokens",
     "ToolCall",
     "ToolCallDelta",

@@ -39,6 +39,7 @@ class Course:
     tries: Tries
     chance: Callable[[], float]
     sleep: Callable[[float], object] | None = None
+    speaks_tls: bool = False
     answer: Answer = field(default_factory=Answer)
     has_begun: bool = False
     call: Responses | None = None
@@ -115,7 +116,9 @@ def parts_of(course: Course) -> Generator[Part, None, None]:
             if course.answer.summary is None:
                 raise no_summary()
         except grpc.RpcError as error:
-            failed: PdserveError = error_of(course.address, error, has_begun=course.has_begun)
+            failed: PdserveError = error_of(
+                course.address, error, has_begun=course.has_begun, speaks_tls=course.speaks_tls
+            )
         else:
             return
         finally:

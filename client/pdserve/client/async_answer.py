@@ -39,6 +39,7 @@ class AsyncCourse:
     tries: Tries
     chance: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]] | None = None
+    speaks_tls: bool = False
     answer: Answer = field(default_factory=Answer)
     has_begun: bool = False
     call: Responses | None = None
@@ -121,7 +122,9 @@ async def parts_of(course: AsyncCourse) -> AsyncGenerator[Part, None]:
             if course.answer.summary is None:
                 raise no_summary()
         except grpc.aio.AioRpcError as error:
-            failed: PdserveError = error_of(course.address, error, has_begun=course.has_begun)
+            failed: PdserveError = error_of(
+                course.address, error, has_begun=course.has_begun, speaks_tls=course.speaks_tls
+            )
         except asyncio.CancelledError:
             # gRPC raises it too for a call that was cancelled, here or by closing the client: the task itself was not.
             task = asyncio.current_task()

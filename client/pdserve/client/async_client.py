@@ -20,6 +20,7 @@ from pdserve.client.many import MAX_CONCURRENCY, complete_many_async
 from pdserve.client.pb_request import detokenize_to_pb, request_to_pb, tokenize_to_pb
 from pdserve.client.request import Chat, Options, Prompt
 from pdserve.client.retries import RetryPolicy, Tries
+from pdserve.client.tls import Tls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ class AsyncClient:
     """A router's public contract. Use as `async with AsyncClient("127.0.0.1:50051") as client`.
 
     Every method raises a `PdserveError`: the router's own, or Unreachable when no router answers at the address. The constructor
-    raises InvalidRequest for an address that is not HOST:PORT. `root_certificates` (PEM) makes it speak TLS and trust these.
+    raises InvalidRequest for an address that is not HOST:PORT. `tls` makes it speak TLS (ConfigError for
+    files of no use); `root_certificates` is the short form for authorities at hand, PEM.
     `retry` says how often an answer of which nothing came is asked for again. A client belongs to one event loop.
     `sleep` and `chance` (a number in [0, 1)) stand in for time and luck in tests.
     """
@@ -38,6 +40,7 @@ class AsyncClient:
         self,
         address: str,
         *,
+        tls: Tls | None = None,
         root_certificates: bytes | None = None,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] | None = None,
@@ -47,7 +50,8 @@ class AsyncClient:
         self.address = address
         self._retry = retry or RetryPolicy()
         self._sleep, self._chance = sleep, chance
-        self._channel = open_async_channel(address, root_certificates)
+        self._speaks_tls = tls is not None or root_certificates is not None
+        self._channel = open_async_channel(address, tls, root_certificates)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -74,6 +78,7 @@ class AsyncClient:
         course = AsyncCourse(
             start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s),
             address=self.address,
+            speaks_tls=self._speaks_tls,
             tries=Tries(self._retry, time.monotonic(), options.timeout_s),
             chance=self._chance,
             sleep=self._sleep,
@@ -130,4 +135,4 @@ class AsyncClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise error_of(self.address, error) from None
+            raise error_of(self.address, error, speaks_tls=self._speaks_tls) from None

@@ -20,6 +20,7 @@ from pdserve.client.many import MAX_CONCURRENCY, complete_many
 from pdserve.client.pb_request import detokenize_to_pb, request_to_pb, tokenize_to_pb
 from pdserve.client.request import Chat, Options, Prompt
 from pdserve.client.retries import RetryPolicy, Tries
+from pdserve.client.tls import Tls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 Asked_contra = TypeVar("Asked_contra", contravariant=True)
@@ -40,13 +41,14 @@ class Client:
     """A router's public contract, without an event loop. Use as `with Client("127.0.0.1:50051") as client`.
 
     Any number of threads may share a client. It does not survive a fork: make it in the process that uses it. Errors, `retry`,
-    `root_certificates`, `sleep` and `chance` are those of `AsyncClient`.
+    `tls`, `root_certificates`, `sleep` and `chance` are those of `AsyncClient`.
     """
 
     def __init__(
         self,
         address: str,
         *,
+        tls: Tls | None = None,
         root_certificates: bytes | None = None,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], object] | None = None,
@@ -56,7 +58,8 @@ class Client:
         self.address = address
         self._retry = retry or RetryPolicy()
         self._sleep, self._chance = sleep, chance
-        self._channel = open_channel(address, root_certificates)
+        self._speaks_tls = tls is not None or root_certificates is not None
+        self._channel = open_channel(address, tls, root_certificates)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -83,6 +86,7 @@ class Client:
         course = Course(
             start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s),
             address=self.address,
+            speaks_tls=self._speaks_tls,
             tries=Tries(self._retry, time.monotonic(), options.timeout_s),
             chance=self._chance,
             sleep=self._sleep,
@@ -136,4 +140,4 @@ class Client:
         try:
             return method(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise error_of(self.address, error) from None
+            raise error_of(self.address, error, speaks_tls=self._speaks_tls) from None

@@ -7,9 +7,9 @@ from pdserve.core.errors import DeadlineExceeded, InternalError, InvalidRequest,
 from pdserve.rpc.errors import error_from_rpc
 
 
-def error_of(address: str, error: grpc.RpcError, *, has_begun: bool = False) -> PdserveError:
+def error_of(address: str, error: grpc.RpcError, *, has_begun: bool = False, speaks_tls: bool = False) -> PdserveError:
     """Return the router's own error, or the one that says why no router answered. `has_begun`: parts had arrived."""
-    lost = unreachable(address, error, has_begun=has_begun)
+    lost = unreachable(address, error, has_begun=has_begun, speaks_tls=speaks_tls)
     if lost is not None:
         return lost
     if "larger than max" in (error.details() or ""):

@@ -3,6 +3,7 @@
 import grpc
 
 from pdserve.core.errors import PdserveError, Unreachable
+from pdserve.rpc.tls_faults import TlsFault, tls_fault
 
 ESSENCES = {
     "Connection refused": "connection refused",
@@ -23,6 +24,38 @@ ESSENCES = {
 """What gRPC's long texts come down to, by a part of each; the first that fits counts."""
 RECONNECT_S = 0.1
 """When to dial again where nobody answered; a router that restarts is back within seconds."""
+TLS_FAULTS = {
+    TlsFault.PLAIN_PORT: ("it does not speak TLS", "connect without tls (--tls, --tls-ca), or name the port with TLS"),
+    TlsFault.TLS_PORT: (
+        "it closed the connection at once, as a port that speaks TLS does",
+        "if it is one, give tls=Tls(ca=FILE), --tls-ca FILE or --tls; else see whether the router behind it runs",
+    ),
+    TlsFault.AUTHORITY: (
+        "its certificate is signed by no authority that is trusted here",
+        "give the authority's file: tls=Tls(ca=FILE), or --tls-ca FILE",
+    ),
+    TlsFault.NAME: (
+        "its certificate does not name this host",
+        "dial it by a name or IP that its subjectAltName has, or give tls=Tls(server_name=NAME)",
+    ),
+    TlsFault.EXPIRED: (
+        "its certificate is past its end, or not yet valid",
+        "renew the router's tls_cert; if that is good, look at this machine's clock",
+    ),
+    TlsFault.PURPOSE: ("its certificate is not for servers", "make the router's tls_cert with serverAuth"),
+    TlsFault.OWN_CERTIFICATE: (
+        "it closed the connection after the TLS handshake, as a port does that wants a client certificate, or another one",
+        "give one that its tls_client_ca signed: tls=Tls(cert=FILE, key=FILE), or --tls-cert FILE --tls-key FILE",
+    ),
+    TlsFault.NO_HTTP2: (
+        "it speaks TLS but not gRPC",
+        "name the router's gRPC port, not its HTTP port, with --server HOST:PORT",
+    ),
+    TlsFault.BROKEN_OFF: ("it closed the connection within the TLS handshake", "look at the log of what listens there"),
+}
+"""What is wrong where TLS is in question, and what to do."""
+MAY_PASS = (TlsFault.TLS_PORT, TlsFault.OWN_CERTIFICATE, TlsFault.BROKEN_OFF)
+"""What a router that stops or starts just now looks like too: worth another try."""
 STRANGERS = ("http1.x server", "Failed parsing HTTP/2")
 
 
@@ -31,7 +64,9 @@ def essence_of(text: str) -> str:
     return next((essence for part, essence in ESSENCES.items() if part in text), text)
 
 
-def unreachable(address: str, error: grpc.RpcError, *, has_begun: bool) -> PdserveError | None:
+def unreachable(
+    address: str, error: grpc.RpcError, *, has_begun: bool, speaks_tls: bool = False
+) -> PdserveError | None:
     """Return the error that says why no router of ours answered the call, or None if one did."""
     if error.trailing_metadata():
         return None
@@ -53,6 +88,12 @@ def unreachable(address: str, error: grpc.RpcError, *, has_begun: bool) -> Pdser
         )
     if not is_down:
         return None
+    fault = tls_fault(details, speaks_tls=speaks_tls)
+    if fault is not None:
+        essence, hint = TLS_FAULTS[fault]
+        retry_after_s = RECONNECT_S if fault in MAY_PASS else None
+        message = f"no router answers at {address} ({essence})"
+        return Unreachable(message, hint=hint, retry_after_s=retry_after_s, metadata=metadata)
     return Unreachable(
         f"no router answers at {address} ({essence_of(details)})",
         hint="start one with `pdserve up`, or name another with --server HOST:PORT",

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 HINT = "every setting, its unit and its default: `pdserve router --help`, and the same for prefill and decode"
 OTHER_VARIABLES = frozenset(
     f"PDSERVE_{name}"
-    for name in ("CACHE", "CONFIG", "TEST", "COMMIT", "DEBUG", "PARENT_PID", "SERVER", "UP_PREFILL", "UP_DECODE")
+    for name in ("CACHE", "CONFIG", "TEST", "COMMIT", "DEBUG", "PARENT_PID", "SERVER", "TLS", "UP_PREFILL", "UP_DECODE")
 )
 """Variables of the environment that are no settings of a process."""
 MAX_GUESSED_CHARS = 64

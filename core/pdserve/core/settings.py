@@ -20,6 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from pdserve.core.certificates import TlsFiles, tls_faults
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
 from pdserve.core.hold import parse_hold
@@ -60,6 +61,15 @@ class ProcessSettings(BaseSettings):
     drain_s: Seconds = Field(30.0, description="Time that accepted work gets at shutdown.")
     cluster_secret: SecretStr | None = Field(
         None, description="Shared secret of the cluster; required off loopback, at least 16 characters there."
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of this process's certificate chain; its ports speak TLS then."
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the key of tls_cert, without a passphrase.")
+    tls_ca: Path | None = Field(
+        None,
+        description="PEM file of the authorities of the cluster's certificates: a router dials nodes by TLS, "
+        "a node takes only callers that they signed.",
     )
     hold_at: str | None = Field(None, description="Test hook STAGE[:N]; refused unless PDSERVE_TEST=1.")
     ready_fd: int | None = Field(None, ge=0, description="File descriptor that gets one JSON line of bound addresses.")
@@ -119,9 +129,20 @@ class ProcessSettings(BaseSettings):
             faults.append("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
         if self.needs_secret and self.cluster_secret is not None and len(self.cluster_secret) < SHORTEST_SECRET:
             faults.append(f"cluster_secret: must have at least {SHORTEST_SECRET} characters off loopback")
+        faults += tls_faults(self.tls_cert, self.tls_key, (self.tls_listening, self.tls_dialling))
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    @property
+    def tls_listening(self) -> TlsFiles | None:
+        """Files of the TLS that this process's ports speak; None: they speak plainly."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert or self.tls_ca else None
+
+    @property
+    def tls_dialling(self) -> TlsFiles | None:
+        """Files of the TLS that this process speaks to nodes; None: it dials none, or plainly."""
+        return None
 
     @property
     def needs_secret(self) -> bool:
@@ -179,6 +200,20 @@ class RouterSettings(ProcessSettings):
     cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Origins whose pages may call the HTTP port, comma-separated; * allows all."
     )
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of authorities: clients must show a certificate that they signed, on both ports."
+    )
+
+    @property
+    def tls_listening(self) -> TlsFiles | None:
+        """Files of the TLS that both ports speak; None: they speak plainly."""
+        files = TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca, ca_name="tls_client_ca")
+        return files if files.by_setting else None
+
+    @property
+    def tls_dialling(self) -> TlsFiles | None:
+        """Files of the TLS that nodes are dialled by; None: plainly."""
+        return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca, is_client=True) if self.tls_ca else None
 
     @field_validator("prefill", "decode", "api_key", "cors_origin", mode="before")
     @classmethod

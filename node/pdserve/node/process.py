@@ -16,6 +16,7 @@ from pdserve.node.service import NodeServicer
 from pdserve.rpc.process_gauges import process_gauges
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
+from pdserve.rpc.tls import tls_source
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 TICK_S = 0.5
@@ -36,7 +37,7 @@ async def serve_node(settings: NodeSettings, make_desk: MakeDesk) -> None:
     clock = SystemClock()
     streams = StreamSettings(settings.lease_s, settings.beat_s, settings.max_waiting)
     servicer = NodeServicer(streams, settings.secret, clock)
-    server = GrpcServer(settings.host, settings.port)
+    server = GrpcServer(settings.host, settings.port, tls=tls_source(settings.tls_listening))
     service_name = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
     server.add(service_name, lambda target: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, target))
     with StopSignals().installed() as stops:

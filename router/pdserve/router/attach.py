@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import grpc
-
 from pdserve.core.clock import Clock
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.ids import Incarnation
@@ -20,6 +18,7 @@ from pdserve.router.membership import Member, Membership
 from pdserve.router.nodes import ROUTER_STOPS, Hello, NodeState
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import secret_metadata
+from pdserve.rpc.tls import TlsSource, open_async_channel
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 FIRST_BACKOFF_S = 0.1
@@ -38,7 +37,7 @@ OnEvent = Callable[[int, LegEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What every stream of this router says and heeds. `next_number` numbers the streams, upwards."""
+    """What every stream of this router says and heeds. `next_number` numbers the streams, upwards. No `tls`: they are plain."""
 
     incarnation: Incarnation
     lease_s: float
@@ -46,6 +45,7 @@ class LinkSettings:
     secret: ClusterSecret | None
     next_number: Callable[[], int]
     step_limit_s: float = STEP_LIMIT_S
+    tls: TlsSource | None = None
 
 
 class Outgoing:
@@ -104,9 +104,12 @@ class NodeLink:
             self._backoff_s = min(MAX_BACKOFF_S, self._backoff_s * 2)
 
     async def _attach(self) -> None:
-        async with grpc.aio.insecure_channel(self._member.address, options=channel_options()) as channel:
+        tls = self._settings.tls
+        material = None if tls is None else tls.current()
+        async with open_async_channel(self._member.address, material, channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            call = AttachCall(stub.Attach(metadata=secret_metadata(self._settings.secret)), self._broken)
+            stream = stub.Attach(metadata=secret_metadata(self._settings.secret))
+            call = AttachCall(stream, self._broken, speaks_tls=tls is not None)
             try:
                 hello = await self._greet(call)
                 outgoing, self._writing_since_s = Outgoing(), None

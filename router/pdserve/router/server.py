@@ -25,6 +25,7 @@ from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
+from pdserve.rpc.tls import tls_source
 
 TOKENIZER_THREADS = 2
 LAST_GRACE_S = 1.0
@@ -62,8 +63,11 @@ class Router:
         self.http: HttpListener | None = None
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
+        self._tls, self._links_tls = tls_source(settings.tls_listening), tls_source(settings.tls_dialling)
         # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
-        self.server = GrpcServer(settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes)
+        self.server = GrpcServer(
+            settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes, tls=self._tls
+        )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         """Serve until `stop`, drain until `stop_now` or the drain's end, and leave nothing behind."""
@@ -113,7 +117,7 @@ class Router:
             return None
         keys = tuple(key.get_secret_value() for key in settings.api_key)
         front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
-        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S)
+        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S, tls=self._tls)
 
     def _say_where(self) -> dict[str, str]:
         """Log where this router listens, and what it has to work with. Return the addresses that others reach it by."""
@@ -125,9 +129,9 @@ class Router:
         addresses = {"grpc": address}
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
-            logger.info("HTTP on http://%s", addresses["http"])
-            if settings.needs_secret and not settings.api_key:
-                logger.warning("whoever reaches the HTTP port may use it; set --api-key or PDSERVE_API_KEY")
+            logger.info("HTTP on %s://%s", "http" if self._tls is None else "https", addresses["http"])
+            if settings.needs_secret and not (settings.api_key or settings.tls_client_ca):
+                logger.warning("whoever reaches the HTTP port may use it; set --api-key or --tls-client-ca")
         for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
             if not nodes:
                 logger.warning(
@@ -142,7 +146,12 @@ class Router:
         settings = self._settings
         numbers = itertools.count(1)
         link_settings = LinkSettings(
-            self.process.incarnation, settings.lease_s, settings.beat_s, settings.secret, numbers.__next__
+            self.process.incarnation,
+            settings.lease_s,
+            settings.beat_s,
+            settings.secret,
+            numbers.__next__,
+            tls=self._links_tls,
         )
         return [
             NodeLink(member, self.membership, link_settings, self._clock, self.sessions.leg_event)

@@ -11,6 +11,8 @@ KEEPALIVE_MS = 10_000
 PING_TIMEOUT_MS = 2_000
 RECONNECT_MS = (100, 1_000)
 CONNECT_TIMEOUT_MS = 3_000
+HANDSHAKE_MS = 30_000
+"""Time for a new connection to finish its TLS handshake, or to begin HTTP/2; gRPC's own would be two minutes."""
 
 Options = list[tuple[str, int | str]]
 
@@ -44,6 +46,7 @@ def server_options(max_message_bytes: int = 4 << 20) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
     ]

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.core.errors import AddressInUse
 from pdserve.rpc.options import server_options
 from pdserve.rpc.ports import check_port
+from pdserve.rpc.tls import TlsSource, server_credentials
 
 LIVENESS = "liveness"
 """Health service name that is SERVING as long as the event loop runs; "" tells readiness."""
@@ -19,12 +20,13 @@ LIVENESS = "liveness"
 class GrpcServer:
     """One server on one port: services, `grpc.health.v1` and reflection.
 
-    Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness".
+    Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness". With `tls` the port speaks
+    nothing else, health and reflection included.
     """
 
-    def __init__(self, host: str, port: int, *, max_message_bytes: int = 4 << 20) -> None:
+    def __init__(self, host: str, port: int, *, max_message_bytes: int = 4 << 20, tls: TlsSource | None = None) -> None:
         self._server = grpc.aio.server(options=server_options(max_message_bytes))
-        self._host = host
+        self._host, self._tls = host, tls
         self._asked_port = port
         self._names = [reflection.SERVICE_NAME, health.SERVICE_NAME]
         self._health = health.aio.HealthServicer()
@@ -44,13 +46,18 @@ class GrpcServer:
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self._asked_port}")
+            self.port = self._bind(f"{host}:{self._asked_port}")
         except RuntimeError:
             raise AddressInUse(
                 f"cannot listen on {host}:{self._asked_port}",
                 hint="another process took the port just now; choose another --port",
             ) from None
         await self._server.start()
+
+    def _bind(self, address: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, server_credentials(self._tls))
 
     async def set_ready(self, ready: bool) -> None:
         """Tell readiness."""

@@ -10,7 +10,9 @@ from starlette.types import ASGIApp
 
 from pdserve.core.errors import AddressInUse
 from pdserve.router.http.connection import BoundedConnection
+from pdserve.router.http.tls import RenewedContext
 from pdserve.rpc.ports import check_port
+from pdserve.rpc.tls import TlsSource
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 8192
@@ -34,8 +36,11 @@ class QuietServer(uvicorn.Server):
 class HttpListener:
     """One port. `serve` is its whole life."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, grace_s: float) -> None:
-        """Bind the port; raises AddressInUse if it is taken. `grace_s` is what open requests get once it stops."""
+    def __init__(self, app: ASGIApp, host: str, port: int, grace_s: float, tls: TlsSource | None = None) -> None:
+        """Bind the port; raises AddressInUse if it is taken. `grace_s` is what open requests get once it stops.
+
+        With `tls` it speaks HTTPS alone.
+        """
         check_port(host, port, "--http-port")
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -52,6 +57,8 @@ class HttpListener:
                 hint="another process took the port just now; choose another --http-port",
             ) from None
         self.port: int = self._socket.getsockname()[1]
+        limit = connection_limit()
+        context = None if tls is None else RenewedContext.of(tls, limit * 3 // 2)
         self._server = QuietServer(
             uvicorn.Config(
                 app,
@@ -64,7 +71,8 @@ class HttpListener:
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=connection_limit(),
+                limit_concurrency=limit,
+                ssl_context_factory=None if context is None else lambda *_: context,
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
             )
