@@ -116,14 +116,11 @@ class TestWindow:
     def test_it_starts_anew_with_each_connection(self) -> None:
         world = self.make(4)
         world.fault = lambda to_receiver, k, message, frames: [] if isinstance(message, Beat) else [frames]
-        for _ in range(2):
-            transfer_id = world.open(128 * 4)
-            world.mark(transfer_id, range(1), range(512))
-            world.cut()
-            world.sender.expire(world.now_s)
-            world.clock.advance(world.mine.retry_max_s)
-            world.sender.expire(world.now_s)
-            world.settle()
+        transfer_id = world.open(128 * 4)
+        world.mark(transfer_id, range(1), range(512))
+        assert len(world.said(">", Data)) == 1
+        world.cut()
+        world.advance(world.mine.retry_max_s)
         assert len(world.said(">", Data)) == 2, "the second connection has a whole window"
 
     def test_a_sender_that_ignores_it_is_refused(self) -> None:
@@ -162,7 +159,7 @@ class TestWindow:
             release()
         world.advance(1.0)
         world.sender.check_invariants()
-        assert world.sender.gauges()["kv_frames_in_sockets"] == 0
+        assert world.sender.gauges()["kv_frames_in_sockets"] == 4, "those of the next connection"
 
     def test_nothing_is_packed_without_staging(self) -> None:
         world = World().meet()

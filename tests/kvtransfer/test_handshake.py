@@ -14,7 +14,7 @@ from pdserve.kvtransfer.handshake import HELLO_LABEL, proof
 from pdserve.kvtransfer.messages import PROTOCOL_VERSION, Ack, Beat, Challenge, Gone, Hello, Nack, Open, Refuse, Welcome
 from pdserve.kvtransfer.settings import LinkSettings
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY, LAYOUT, settings
-from tests.kvtransfer.world import World, peers_up
+from tests.kvtransfer.world import World, failure, loss, peers_up
 
 SECRET = ClusterSecret(b"a cluster secret")
 
@@ -250,8 +250,11 @@ class TestLease:
         world.advance(world.mine.lease_s + 0.6)
         assert PeerDown(world.theirs.incarnation, "lease expired") in world.sent
         assert any(isinstance(event, PeerDown) for event in world.received)
-        assert world.sent_kinds(transfer_id) == ["Granted", "SendFailed", "SendClosed"]
-        assert world.received_kinds(transfer_id) == ["Opened", "ReceiveFailed", "ReceiveClosed"]
+        assert world.sent_kinds(transfer_id) == ["Granted"]
+        world.advance(world.mine.connect_wait_s)
+        assert failure(world, transfer_id) == "peer_lost"
+        world.advance(2 * world.theirs.lease_s + 1.0)
+        assert loss(world, transfer_id) == "peer_lost"
         world.fault = lambda *args: [args[3]]
         world.advance(world.mine.lease_s + world.mine.park_s + 2.0)
         assert peers_up(world.sent) == {world.theirs.incarnation}
@@ -268,8 +271,8 @@ class TestLease:
         world.advance(world.mine.lease_s + 0.6)
         deaf = world.received if to_receiver else world.sent
         assert [event.reason for event in deaf if isinstance(event, PeerDown)] == ["lease expired"]
-        assert world.sent_kinds(transfer_id)[-1] == "SendClosed"
-        assert world.received_kinds(transfer_id)[-1] == "ReceiveClosed"
+        world.advance(world.mine.connect_wait_s + 3 * world.mine.lease_s)
+        assert failure(world, transfer_id) == loss(world, transfer_id) == "peer_lost"
 
     def test_own_lateness_lengthens_the_lease(self) -> None:
         world = World().meet()
@@ -290,8 +293,7 @@ class TestLease:
         world.advance(0.5)
         links = [type(event) for event in world.received if isinstance(event, PeerUp | PeerDown)]
         assert links == [PeerUp, PeerDown, PeerUp], "down before up again"
-        assert world.received_kinds(transfer_id) == ["Opened", "ReceiveFailed", "ReceiveClosed"]
-        world.assert_nothing_left()
+        assert world.received_kinds(transfer_id) == ["Opened", "Reopened"]
 
 
 class TestPeersThatGo:

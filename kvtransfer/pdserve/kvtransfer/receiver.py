@@ -13,6 +13,7 @@ from pdserve.kvtransfer.events import (
     Received,
     ReceiveEvent,
     ReceiveFailed,
+    Reopened,
     TransferSpec,
     TransferStats,
 )
@@ -30,7 +31,7 @@ from pdserve.kvtransfer.messages import (
     NackReason,
     Open,
 )
-from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.settings import MAX_REOPENS, LinkSettings
 from pdserve.kvtransfer.wire import checksum
 
 ReceiveInstruction = Send | Place | Emit[ReceiveEvent]
@@ -45,6 +46,8 @@ class ReceiveState(Enum):
     """OPEN came; the node has not granted."""
     GRANTED = auto()
     """DATA may come; blocks are promised."""
+    SEVERED = auto()
+    """The connection that it was opened on is lost; OPEN has not come again on another."""
     RECEIVED = auto()
     FINISHED_EARLY = auto()
     FAILED = auto()
@@ -70,15 +73,18 @@ class ReceiveTrigger(Enum):
 
 
 S, T = ReceiveState, ReceiveTrigger
-_LIVE = (S.EXPECTED, S.OPENED, S.GRANTED)
+_LIVE = (S.EXPECTED, S.OPENED, S.GRANTED, S.SEVERED)
 _MOVES = (
     {
         (S.EXPECTED, T.OPEN): S.OPENED,
         (S.OPENED, T.GRANT): S.GRANTED,
         (S.GRANTED, T.DATA): S.GRANTED,
         (S.GRANTED, T.COMMIT): S.RECEIVED,
-        (S.OPENED, T.LINK_LOST): S.FAILED,
-        (S.GRANTED, T.LINK_LOST): S.FAILED,
+        (S.OPENED, T.LINK_LOST): S.SEVERED,
+        (S.GRANTED, T.LINK_LOST): S.SEVERED,
+        # The node was asked before the connection broke, and answers now; the sender hears of it when it opens again.
+        (S.SEVERED, T.GRANT): S.SEVERED,
+        (S.SEVERED, T.OPEN): S.OPENED,
     }
     | {(state, event): S.CANCELLED for state in _LIVE for event in (T.CANCEL, T.REFUSE)}
     | {(state, event): S.FAILED for state in _LIVE for event in (T.ABORT, T.FAULT, T.EXPIRE)}
@@ -114,6 +120,12 @@ class ReceiveTransfer:
         self._out = out
         self._coverage = Coverage(settings.layout, spec.num_tokens)
         self._skip_tokens = 0
+        self._is_promised = False
+        """The node granted; that holds on each connection."""
+        self._num_losses = 0
+        self._lost_because = ""
+        self._sequence = 0
+        """Frames on this connection."""
         self._num_frames = 0
         self._kv_bytes = 0
         self._place_s = 0.0
@@ -145,17 +157,23 @@ class ReceiveTransfer:
             self.fault(NackReason.MISMATCH, mismatch, now_s)
         elif self.life.advance(T.OPEN, now_s):
             self.route = route
-            self._opened_s = now_s if came_s is None else came_s
             self.due_s = now_s + self._settings.grant_wait_s
+            if self._num_losses:
+                self._opened_again(now_s)
+                return
+            self._opened_s = now_s if came_s is None else came_s
             self._out.append(Emit(Opened(self.spec.transfer_id)))
         elif self.life.state is S.GRANTED:
             self._send(Grant(self.spec.transfer_id, self._skip_tokens))
 
     def grant(self, skip_tokens: int, now_s: float) -> None:
         """The node promises blocks and holds the first `skip_tokens` positions already."""
-        if self.life.advance(T.GRANT, now_s):
-            self._skip_tokens = skip_tokens
-            self._grant_wait_s = now_s - self._opened_s
+        if self._is_promised or not self.life.advance(T.GRANT, now_s):
+            return
+        self._is_promised = True
+        self._skip_tokens = skip_tokens
+        self._grant_wait_s = now_s - self._opened_s
+        if self.life.state is S.GRANTED:
             self._renew(now_s)
             self._send(Grant(self.spec.transfer_id, skip_tokens))
 
@@ -181,6 +199,7 @@ class ReceiveTransfer:
             self.fault(*fault, now_s)
             return
         self.life.advance(T.DATA, now_s)
+        self._sequence += 1
         self._num_frames += 1
         self._kv_bytes += message.num_bytes
         self._coverage.add(message.layers, message.tokens)
@@ -224,8 +243,19 @@ class ReceiveTransfer:
         self._fail(T.FAULT, reason, detail, Nack(self.spec.transfer_id, NackReason.SHUTDOWN, detail), now_s)
 
     def link_lost(self, reason: str, now_s: float) -> None:
-        """The connection that it was opened on is lost."""
-        self._fail(T.LINK_LOST, "peer_lost", reason, None, now_s)
+        """The connection that it was opened on is lost: what came counts no more, what the node granted does.
+
+        The sender owns the wait for the next connection.
+        """
+        if self._num_losses == MAX_REOPENS:
+            self._fail(T.FAULT, "peer_lost", f"{reason}; its connection broke {MAX_REOPENS + 1} times", None, now_s)
+        elif self.life.advance(T.LINK_LOST, now_s):
+            self._num_losses += 1
+            self._lost_because = reason
+            self.route = None
+            self._sequence = 0
+            self._coverage = Coverage(self._settings.layout, self.spec.num_tokens)
+            self.due_s = now_s + self._settings.connect_wait_s + 2 * self._settings.lease_s
 
     def alive(self, now_s: float) -> None:
         """The sender's beat names it: no news is not yet a loss."""
@@ -237,6 +267,8 @@ class ReceiveTransfer:
         detail = f"{self.life.state.name.lower()} for {self.life.age_s(now_s):.1f} s"
         if self.life.state is S.EXPECTED:
             self._fail(T.EXPIRE, "no_open", detail, None, now_s)
+        elif self.life.state is S.SEVERED:
+            self._fail(T.EXPIRE, "peer_lost", f"{detail}; lost: {self._lost_because}", None, now_s)
         elif self.life.state is S.OPENED:
             nack = Nack(self.spec.transfer_id, NackReason.BUSY, detail)
             self._fail(T.EXPIRE, "no_grant", detail, nack, now_s, busy=True)
@@ -254,9 +286,18 @@ class ReceiveTransfer:
             "due_in_s": round(self.due_s - now_s, 3),
             "num_frames": self._num_frames,
             "kv_bytes": self._kv_bytes,
+            "losses": self._num_losses,
             "ignored": self.life.num_ignored,
             "story": self.life.tell(),
         }
+
+    def _opened_again(self, now_s: float) -> None:
+        """OPEN came on another connection: the node is not asked twice, and its promise is told again."""
+        self._out.append(Emit(Reopened(self.spec.transfer_id, self._lost_because)))
+        if self._is_promised:
+            self.life.advance(T.GRANT, now_s)
+            self._renew(now_s)
+            self._send(Grant(self.spec.transfer_id, self._skip_tokens))
 
     def _renew(self, now_s: float) -> None:
         """Something came. The sender owns the wait for what is still computed; beats must not stretch it for ever."""
@@ -279,8 +320,8 @@ class ReceiveTransfer:
             return NackReason.ORDER, f"DATA while {self.life.state.name}"
         if message.attempt != self.spec.attempt:
             return NackReason.MISMATCH, f"attempt {message.attempt}, submitted is {self.spec.attempt}"
-        if message.sequence != self._num_frames:
-            return NackReason.GAP, f"frame {message.sequence}, expected {self._num_frames}"
+        if message.sequence != self._sequence:
+            return NackReason.GAP, f"frame {message.sequence}, expected {self._sequence}"
         taken = self._settings.taken_layout(message.dtype)
         if taken is None or message.heads != ALL_HEADS:
             return NackReason.LAYOUT, f"{message.dtype} of heads {message.heads}"
@@ -301,8 +342,8 @@ class ReceiveTransfer:
             return NackReason.ORDER, f"COMMIT while {self.life.state.name}"
         if message.attempt != self.spec.attempt:
             return NackReason.MISMATCH, f"attempt {message.attempt}, submitted is {self.spec.attempt}"
-        if message.num_frames != self._num_frames:
-            return NackReason.GAP, f"{message.num_frames} frames sent, {self._num_frames} came"
+        if message.num_frames != self._sequence:
+            return NackReason.GAP, f"{message.num_frames} frames sent, {self._sequence} came"
         if not message.tokens:
             return NackReason.INCOMPLETE, "no first token"
         missing = self._coverage.missing(self._skip_tokens)

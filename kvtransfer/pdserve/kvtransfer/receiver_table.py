@@ -228,8 +228,10 @@ class ReceiverTable:
         for transfer_id, transfer in self._transfers.items():
             assert not transfer.is_over, f"an ended transfer is kept: {transfer.life.tell()}"
             assert transfer_id in self._timers, f"no deadline: {transfer.life.tell()}"
-            is_opened = transfer.life.state is not ReceiveState.EXPECTED
-            assert not is_opened or transfer.route in self._links, "an opened transfer without its connection"
+            is_linked = transfer.life.state in (ReceiveState.OPENED, ReceiveState.GRANTED)
+            assert not is_linked or transfer.route in self._links, "an opened transfer without its connection"
+            is_severed = transfer.life.state is ReceiveState.SEVERED
+            assert not is_severed or transfer.route is None, "a severed transfer on a connection"
         assert len(self._timers) == len(self._transfers), "a deadline without a transfer"
         assert all(not link.is_over for link in self._links.values()), "a closed link is kept"
         up = [link.peer for link in self._links.values() if link.is_up]
@@ -248,13 +250,18 @@ class ReceiverTable:
                 self.num_strange += 1
                 return
             link = self._links[route] = ReceiverLink(route, self._settings, self._out, now_s)
-        if link.hello(message, self._peers, now_s):
+        if link.hello(message, self._welcome_peers(), now_s):
             self._welcome(link, now_s)
         elif link.is_over:
             self._forget(link)
 
+    def _welcome_peers(self) -> frozenset[Incarnation]:
+        """Those that a router names, and those whose transfers it let stand when it named them no more."""
+        severed = {each.spec.peer for each in self._transfers.values() if each.life.state is ReceiveState.SEVERED}
+        return self._peers | severed
+
     def _welcome(self, link: ReceiverLink, now_s: float) -> None:
-        """A peer has one link: what it opened on an earlier connection is lost."""
+        """A peer has one link: what it opened on an earlier connection has to be opened again on this one."""
         for other in list(self._links.values()):
             if other is not link and other.peer == link.peer and not other.is_over:
                 self._link_lost(other, "superseded by a new connection", now_s)
@@ -272,7 +279,9 @@ class ReceiverTable:
         self._parked.drop_route(link.route)
 
     def _refuse_if_unnamed(self, link: ReceiverLink, now_s: float) -> None:
-        if link.is_up and link.peer not in self._peers and not self._on(link):
+        if not link.is_up or link.peer in self._peers or self._on(link):
+            return
+        if link.peer not in self._welcome_peers():
             link.refuse(("peer",), "no router names this prefill node any more", True, now_s)
             self._forget(link)
 
@@ -367,6 +376,6 @@ class ReceiverTable:
             return
         self._timers.clear(transfer_id)
         self._tombstones.add(transfer_id, transfer.spec.peer, transfer.answer, now_s)
-        link = self._links.get(transfer.route) if transfer.route is not None else None
-        if link is not None:
-            self._refuse_if_unnamed(link, now_s)
+        if transfer.spec.peer not in self._peers:
+            for link in [each for each in self._links.values() if each.peer == transfer.spec.peer]:
+                self._refuse_if_unnamed(link, now_s)

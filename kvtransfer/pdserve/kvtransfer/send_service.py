@@ -10,8 +10,8 @@ from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, LendingChannel, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
-from pdserve.kvtransfer.events import KvSource, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
-from pdserve.kvtransfer.herald import Herald
+from pdserve.kvtransfer.events import KvSource, Reopened, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
+from pdserve.kvtransfer.herald import Herald, log_reopened
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.messages import Hello
@@ -136,6 +136,7 @@ class _SendShell:
         self.table = SenderTable(settings)
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
         self._num_failed = 0
+        self._num_reopened = 0
         self.herald = Herald(on_event, self._measure_gauges)
         self._source = source
         self._clock = clock
@@ -166,6 +167,9 @@ class _SendShell:
             match instruction:
                 case Emit(event):
                     self._num_failed += isinstance(event, SendFailed) and not event.busy
+                    if isinstance(event, Reopened):
+                        self._num_reopened += 1
+                        log_reopened(event)
                     self.herald.announce(event)
                 case _ if self._is_channel_dropped:
                     pass
@@ -201,8 +205,11 @@ class _SendShell:
         self._is_channel_dropped = True
 
     def _measure_gauges(self) -> dict[str, float]:
-        own = {"kv_staging_bytes": self.staging.leased_bytes, "kv_failed_total": self._num_failed}
-        return self.table.gauges() | own
+        return self.table.gauges() | {
+            "kv_staging_bytes": self.staging.leased_bytes,
+            "kv_failed_total": self._num_failed,
+            "kv_reopened_total": self._num_reopened,
+        }
 
     def _send(self, instruction: Send, now_s: float) -> None:
         try:

@@ -14,6 +14,9 @@ from pdserve.kvtransfer.messages import Offer
 MAX_FRAMES_IN_SOCKET = 4
 """DATA frames per peer that are inside its socket at once: control never waits behind more."""
 
+MAX_REOPENS = 3
+"""Connections that one transfer may lose before it fails: a link that breaks a fourth time within one prompt carries nothing."""
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -36,7 +39,7 @@ class LinkSettings:
     """A link is lost when nothing was heard for this long."""
     beat_s: float = 0.5
     connect_wait_s: float = 5.0
-    """Sender: an opened transfer waits this long for a usable link."""
+    """Sender, owner: an opened transfer waits this long for a usable link, also after it lost one."""
     open_wait_s: float = 600.0
     """Receiver: an expected transfer waits this long for OPEN; prompts may queue on the prefill node all that time."""
     grant_wait_s: float = 30.0
