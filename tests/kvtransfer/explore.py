@@ -301,7 +301,7 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
             link.life.state.value,
             link.peer,
             link._challenge != b"",
-            link.received_bytes - link.window_limit,
+            link._window and (link.window.received - link.window.limit, tuple(link.window._needs.items())),
             _in(link.due_s, now_s),
             _in(link._heard_until_s, now_s),
         )
@@ -327,7 +327,7 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
         (name, each.route, each.abort is not None, _in(each.until_s, now_s))
         for name, each in table._parked._parked.items()
     )
-    return links, transfers, graves, parked
+    return links, transfers, graves, parked, tuple(window.route for window in table._budget._short)
 
 
 def _in(due_s: float, now_s: float) -> float:

@@ -45,6 +45,11 @@ class ModelSettings(LinkSettings):
     def __post_init__(self) -> None:
         """Skip the bounds of real frames."""
 
+    @property
+    def base_window_bytes(self) -> int:
+        """One frame if the window is two, so that the second one is leased; else the window, which then is no matter."""
+        return FRAME_BYTES if self.window_bytes == 2 * FRAME_BYTES else self.window_bytes
+
 
 @cache
 def settings_of(side: str, generation: int, window_bytes: int, has_secret: bool, wire_dtype: str) -> ModelSettings:

@@ -84,6 +84,8 @@ WINDOW = Scenario(
     must_succeed=True,
     window_bytes=FRAME_BYTES,
 )
+LEASE = replace(WINDOW, name="a window of one frame and a leased one, a lost beat", window_bytes=2 * FRAME_BYTES)
+LEASE_TWO = Scenario("two transfers lease a window in turn", plans=TWO, window_bytes=2 * FRAME_BYTES, must_succeed=True)
 
 GREETING = Scenario("a handshake with a secret, named late", has_secret=True, is_met=False)
 GREETING_FAULTS = replace(
@@ -114,6 +116,8 @@ SCENARIOS = [
     SMALL,
     STALE,
     WINDOW,
+    LEASE,
+    LEASE_TWO,
     GREETING_FAULTS,
     GREETING_TIMES,
     GREETING_RESTARTS,

@@ -12,6 +12,7 @@ from pdserve.kvtransfer.framing import FramePlanner, FrameRange
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.memory import Tombstones
 from pdserve.kvtransfer.messages import Beat, Commit, Data, Message, NackReason, Open
+from pdserve.kvtransfer.receive_window import ReceiveWindow
 from pdserve.kvtransfer.receiver import ReceiveTransfer
 from pdserve.kvtransfer.receiver_link import ReceiverLink
 from pdserve.kvtransfer.receiver_table import ReceiverTable
@@ -71,10 +72,7 @@ def double_release(patch: Patch) -> None:
 
 
 def lost_window_update(patch: Patch) -> None:
-    def same_window(self: ReceiverLink, parked: tuple[TransferId, ...]) -> None:
-        self._out.append(Send(self.route, Beat(self.window_limit, parked)))
-
-    patch.setattr(ReceiverLink, "_send_beat", same_window)
+    patch.setattr(ReceiveWindow, "grow", lambda self, least=0.0: False)
 
 
 def window_only_once(patch: Patch) -> None:

@@ -130,7 +130,7 @@ class TestWindow:
         payload = bytes(1 << 20)
         for k in range(2):
             data = Data(transfer_id, 1, k, range(k, k + 1), range(512), "float32", len(payload), checksum(payload))
-            world.receiver._links[route].window_limit = 1 << 20
+            world.receiver._links[route].window.limit = 1 << 20
             world.receiver.message(route, data, memoryview(payload), world.now_s)
         assert world.receiver._out
         world.settle()

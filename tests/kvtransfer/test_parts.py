@@ -279,8 +279,8 @@ class TestMemory:
 class TestSettings:
     def test_all_faults_are_named_at_once(self) -> None:
         with pytest.raises(ConfigError) as caught:
-            link_settings(lease_s=1.0, beat_s=0.5, window_bytes=1000, staging_bytes=1000)
-        assert len(caught.value.faults) == 3
+            link_settings(lease_s=1.0, beat_s=0.5, window_bytes=1000, receive_bytes=1000, staging_bytes=1000)
+        assert len(caught.value.faults) == 4
 
     def test_a_token_that_fits_no_frame_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="one token of a layer"):

@@ -3,6 +3,7 @@
 from collections import deque
 from enum import Enum, auto
 
+from pdserve.core.layout import KvLayout
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.coverage import Coverage
@@ -126,6 +127,7 @@ class ReceiveTransfer:
         self._lost_because = ""
         self._sequence = 0
         """Frames on this connection."""
+        self._missing_bytes = 0
         self._num_frames = 0
         self._kv_bytes = 0
         self._place_s = 0.0
@@ -138,6 +140,11 @@ class ReceiveTransfer:
     def is_over(self) -> bool:
         """Whether its last event has been emitted."""
         return self.life.is_terminal
+
+    @property
+    def missing_bytes(self) -> int:
+        """What may still come, as far as the grant and the frames so far tell."""
+        return self._missing_bytes if self.life.state is S.GRANTED else 0
 
     @property
     def stats(self) -> TransferStats:
@@ -174,8 +181,7 @@ class ReceiveTransfer:
         self._skip_tokens = skip_tokens
         self._grant_wait_s = now_s - self._opened_s
         if self.life.state is S.GRANTED:
-            self._renew(now_s)
-            self._send(Grant(self.spec.transfer_id, skip_tokens))
+            self._tell_grant(now_s)
 
     def refuse(self, reason: str, now_s: float) -> None:
         """The node will not take it."""
@@ -199,6 +205,9 @@ class ReceiveTransfer:
             self.fault(*fault, now_s)
             return
         self.life.advance(T.DATA, now_s)
+        if self._sequence == 0 and (taken := self._settings.taken_layout(message.dtype)) is not None:
+            self._missing_bytes = self._bytes_in(taken)
+        self._missing_bytes = max(0, self._missing_bytes - message.num_bytes)
         self._sequence += 1
         self._num_frames += 1
         self._kv_bytes += message.num_bytes
@@ -296,8 +305,16 @@ class ReceiveTransfer:
         self._out.append(Emit(Reopened(self.spec.transfer_id, self._lost_because)))
         if self._is_promised:
             self.life.advance(T.GRANT, now_s)
-            self._renew(now_s)
-            self._send(Grant(self.spec.transfer_id, self._skip_tokens))
+            self._tell_grant(now_s)
+
+    def _tell_grant(self, now_s: float) -> None:
+        # A sender that may send in 8 bits mostly does; the first frame says whether this one does.
+        self._missing_bytes = self._bytes_in(self._settings.wire_layout)
+        self._renew(now_s)
+        self._send(Grant(self.spec.transfer_id, self._skip_tokens))
+
+    def _bytes_in(self, layout: KvLayout) -> int:
+        return layout.range_bytes(range(layout.num_layers), self.spec.num_tokens - self._skip_tokens)
 
     def _renew(self, now_s: float) -> None:
         """Something came. The sender owns the wait for what is still computed; beats must not stretch it for ever."""

@@ -29,6 +29,7 @@ from pdserve.kvtransfer.messages import (
     Open,
     Refuse,
 )
+from pdserve.kvtransfer.receive_window import ReceiveBudget
 from pdserve.kvtransfer.receiver import ReceiveInstruction, ReceiveState, ReceiveTransfer
 from pdserve.kvtransfer.receiver_link import ReceiverLink
 from pdserve.kvtransfer.settings import LinkSettings
@@ -45,6 +46,7 @@ class ReceiverTable:
         self._links: dict[Route, ReceiverLink] = {}
         self._transfers: dict[TransferId, ReceiveTransfer] = {}
         self._timers: Timers[TransferId] = Timers()
+        self._budget = ReceiveBudget(settings.base_window_bytes, settings.window_bytes, settings.receive_bytes)
         self._parked = ParkedOpens(min(settings.max_parked, MAX_BEAT_IDS), settings.park_s)
         self._tombstones = Tombstones(settings.max_tombstones, settings.tombstone_s)
         self.num_late = 0
@@ -156,6 +158,9 @@ class ReceiverTable:
                 self._transfer_message(link, message, now_s)
             case Data():
                 self._data(link, message, payload, now_s)
+                if link.is_up:
+                    link.offer_window()
+                self._tell_of_room()
             case Beat():
                 self._beat(link, message, now_s)
             case _:
@@ -236,6 +241,7 @@ class ReceiverTable:
         assert all(not link.is_over for link in self._links.values()), "a closed link is kept"
         up = [link.peer for link in self._links.values() if link.is_up]
         assert len(up) == len(set(up)), "two links from one peer"
+        self._budget.check_invariants()
         assert len(self._parked) <= self._settings.max_parked, "too many parked OPENs"
         for transfer_id in self._parked.transfer_ids:
             assert transfer_id not in self._transfers, "a live transfer is parked too"
@@ -249,7 +255,7 @@ class ReceiverTable:
             if pending >= self._settings.max_parked:
                 self.num_strange += 1
                 return
-            link = self._links[route] = ReceiverLink(route, self._settings, self._out, now_s)
+            link = self._links[route] = ReceiverLink(route, self._settings, self._budget, self._out, now_s)
         if link.hello(message, self._welcome_peers(), now_s):
             self._welcome(link, now_s)
         elif link.is_over:
@@ -277,6 +283,12 @@ class ReceiverTable:
     def _forget(self, link: ReceiverLink) -> None:
         self._links.pop(link.route, None)
         self._parked.drop_route(link.route)
+        self._tell_of_room()
+
+    def _tell_of_room(self) -> None:
+        """Bytes of the budget came back: others may have waited for them."""
+        for route in self._budget.told_of_room():
+            self._links[route].tell_window()
 
     def _refuse_if_unnamed(self, link: ReceiverLink, now_s: float) -> None:
         if not link.is_up or link.peer in self._peers or self._on(link):
@@ -330,7 +342,7 @@ class ReceiverTable:
         self._settle(transfer, now_s)
 
     def _data(self, link: ReceiverLink, message: Data, payload: memoryview, now_s: float) -> None:
-        in_window = link.consumed(message.num_bytes)
+        in_window = link.window.take(message.num_bytes)
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             self._not_live(link, message, now_s)
@@ -341,7 +353,7 @@ class ReceiverTable:
         if in_window:
             transfer.data(message, payload, now_s)
         else:
-            transfer.fault(NackReason.WINDOW, f"{link.received_bytes} of {link.window_limit} bytes", now_s)
+            transfer.fault(NackReason.WINDOW, f"{link.window.received} of {link.window.limit} bytes", now_s)
         self._settle(transfer, now_s)
 
     def _not_live(self, link: ReceiverLink, message: Open | Data | Commit | Abort, now_s: float) -> None:
@@ -369,6 +381,9 @@ class ReceiverTable:
     def _settle(self, transfer: ReceiveTransfer, now_s: float) -> None:
         """Bring timers and tables in line with a transfer that something happened to."""
         transfer_id = transfer.spec.transfer_id
+        link = self._links.get(transfer.route) if transfer.route is not None else None
+        if link is not None and link.is_up:
+            link.needs(transfer_id, transfer.missing_bytes)
         if not transfer.is_over:
             self._timers.set(transfer_id, transfer.due_s)
             return
@@ -377,5 +392,5 @@ class ReceiverTable:
         self._timers.clear(transfer_id)
         self._tombstones.add(transfer_id, transfer.spec.peer, transfer.answer, now_s)
         if transfer.spec.peer not in self._peers:
-            for link in [each for each in self._links.values() if each.peer == transfer.spec.peer]:
-                self._refuse_if_unnamed(link, now_s)
+            for other in [each for each in self._links.values() if each.peer == transfer.spec.peer]:
+                self._refuse_if_unnamed(other, now_s)

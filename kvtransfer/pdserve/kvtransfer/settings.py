@@ -59,6 +59,8 @@ class LinkSettings:
 
     window_bytes: int = 64 << 20
     """Payload bytes that a sender may have under way on one link."""
+    receive_bytes: int = 256 << 20
+    """Receiver: payload bytes that may be under way on all links together, beyond two frames of each."""
     staging_bytes: int = 16 << 20
     """Sender: packed payload that no socket has taken yet, all links together."""
     max_parked: int = 256
@@ -72,7 +74,7 @@ class LinkSettings:
         layout = self.layout
         faults = [
             f"{name} must be at least one frame of {MAX_FRAME_BYTES} bytes"
-            for name in ("window_bytes", "staging_bytes")
+            for name in ("window_bytes", "receive_bytes", "staging_bytes")
             if getattr(self, name) < MAX_FRAME_BYTES
         ]
         if self.wire_dtype and self.wire_dtype not in SMALL_DTYPES:
@@ -88,6 +90,11 @@ class LinkSettings:
             faults.append(f"lease_s ({self.lease_s}) must be at least three times beat_s ({self.beat_s})")
         if faults:
             raise ConfigError(faults)
+
+    @property
+    def base_window_bytes(self) -> int:
+        """What may be under way on any link at any time: with two frames, one may come while the other is waited for."""
+        return min(self.window_bytes, 2 * MAX_FRAME_BYTES)
 
     @cached_property
     def wire_layout(self) -> KvLayout:
