@@ -242,6 +242,8 @@ class ReceiverTable:
         up = [link.peer for link in self._links.values() if link.is_up]
         assert len(up) == len(set(up)), "two links from one peer"
         self._budget.check_invariants()
+        num_pending = sum(not link.is_up for link in self._links.values())
+        assert num_pending <= self._settings.max_parked, "too many handshakes"
         assert len(self._parked) <= self._settings.max_parked, "too many parked OPENs"
         for transfer_id in self._parked.transfer_ids:
             assert transfer_id not in self._transfers, "a live transfer is parked too"
@@ -251,15 +253,25 @@ class ReceiverTable:
 
     def _hello(self, route: Route, link: ReceiverLink | None, message: Hello, now_s: float) -> None:
         if link is None:
-            pending = sum(not other.is_up for other in self._links.values())
-            if pending >= self._settings.max_parked:
-                self.num_strange += 1
-                return
             link = self._links[route] = ReceiverLink(route, self._settings, self._budget, self._out, now_s)
         if link.hello(message, self._welcome_peers(), now_s):
             self._welcome(link, now_s)
         elif link.is_over:
             self._forget(link)
+        else:
+            self._bound_handshakes(now_s)
+
+    def _bound_handshakes(self, now_s: float) -> None:
+        """Of too many that are under way the oldest ends, so that those which go on are not kept out by some that do not.
+
+        Those that have proved all they can, and wait to be named, rank above the others.
+        """
+        pending = [link for link in self._links.values() if not link.is_up]
+        if len(pending) > self._settings.max_parked:
+            oldest = next((link for link in pending if not link.is_parked), pending[0])
+            oldest.refuse(("handshakes",), "too many are under way", True, now_s)
+            self.num_strange += 1
+            self._forget(oldest)
 
     def _welcome_peers(self) -> frozenset[Incarnation]:
         """Those that a router names, and those whose transfers it let stand when it named them no more."""

@@ -64,7 +64,7 @@ class LinkSettings:
     staging_bytes: int = 16 << 20
     """Sender: packed payload that no socket has taken yet, all links together."""
     max_parked: int = 256
-    """Parked OPENs, and apart from them parked HELLOs; further ones are answered GONE(unknown) or not at all."""
+    """Parked OPENs; further ones are answered GONE(unknown). Also handshakes under way; of those the oldest makes room."""
     max_tombstones: int = 4096
     max_waiting_marks: int = 65536
     """Ready marks on their way from the engine's thread; beyond it, the transfer that is marked fails by name."""
