@@ -42,6 +42,7 @@ from tests.kvtransfer.model_parts import (
     RECEIVER,
     SENDER,
     SHARED,
+    STAGING,
     Broken,
     ModelSettings,
     Plan,
@@ -242,7 +243,7 @@ class Model(ModelNetwork):
 
     def pump(self) -> bool:
         """The prefill node's I/O thread packs and sends one frame; False if it can send none."""
-        plan = self.sender.next_data(True, self.now_s)
+        plan = self.sender.next_data(STAGING, self.now_s)
         if plan is None:
             return False
         name = plan.transfer.spec.transfer_id[0]

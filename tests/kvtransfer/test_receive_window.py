@@ -17,6 +17,7 @@ from pdserve.kvtransfer.receive_window import ReceiveBudget, ReceiveWindow
 from pdserve.kvtransfer.receiver_table import ReceiverTable
 from pdserve.kvtransfer.sender_table import SenderTable
 from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.staging import StagingPool
 from pdserve.kvtransfer.wire import checksum
 from tests.kvtransfer.nodes import CAPABILITIES, FIRST, settings, spec_for
 from tests.kvtransfer.test_flow import ROW
@@ -24,6 +25,8 @@ from tests.kvtransfer.world import World
 
 MIB = 1 << 20
 BASE = 2 * MIB
+STAGING = StagingPool(1, MIB)
+"""Always free."""
 
 
 def transfer(number: int) -> TransferId:
@@ -260,7 +263,7 @@ class Crowd:
         """Each peer sends all that it may."""
         has_sent = False
         for route, sender in self.senders.items():
-            while plan := sender.next_data(True, 0.0):
+            while plan := sender.next_data(STAGING, 0.0):
                 content = payload[: plan.frame.num_bytes]
                 self.frames[route].append((plan.transfer.header(plan.frame, checksum(content)), content))
                 sender.data_sent(plan, 0.0, 0.0)

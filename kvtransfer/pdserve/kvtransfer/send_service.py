@@ -120,7 +120,7 @@ class KvSendService:
         """Raise AssertionError if bookkeeping contradicts itself. Waits as `describe` does."""
         with self._loop.lock:
             self._shell.table.check_invariants()
-            assert self._shell.staging.leased_bytes <= self._settings.staging_bytes, "too much staging"
+            self._shell.staging.check_invariants()
 
     def _fail_overflowed(self, transfer_id: TransferId, now_s: float) -> None:
         self._overflowed.discard(transfer_id)
@@ -177,11 +177,12 @@ class _SendShell:
                     self.table.dialled(peer, self._channel.connect(address))
                 case HangUp(route):
                     self._channel.disconnect(route)
+                    self.staging.forget(route)
                 case Send():
                     self._send(instruction, now_s)
 
     def work(self, now_s: float) -> bool:
-        plan = self.table.next_data(self.staging.has_room, now_s)
+        plan = self.table.next_data(self.staging, now_s)
         if plan is not None:
             self._send_data(plan, now_s)
         return plan is not None
@@ -231,14 +232,14 @@ class _SendShell:
         slab: Slab | None = None
         payload = None if self._lender is None else self._lender.lend(route, frame.num_bytes)
         if payload is None:
-            slab = self.staging.lease()
+            slab = self.staging.lease(route, now_s)
             payload = slab.view(frame.num_bytes)
         begun_s = self._clock.now_s()
         try:
             self._source.pack(spec.transfer_id, frame.layers, frame.tokens, payload)
         except Exception as error:
             if slab is not None:
-                slab.release()
+                slab.release(now_s)
             _logger.exception("packing failed for transfer %s", spec.transfer_id.hex())
             self.table.fault(spec.transfer_id, "pack_failed", repr(error), now_s)
             return
@@ -249,12 +250,12 @@ class _SendShell:
         released = partial(self._released, slab, plan.link, route)
         if not self._channel.send_data(route, header, payload, released):
             if slab is not None:
-                slab.release()
+                slab.release(now_s)
             self.table.lost(route, "cannot send", now_s)
 
     def _released(self, slab: Slab | None, link: SenderLink, route: Route) -> None:
         if slab is not None:
-            slab.release()
+            slab.release(self._clock.now_s())
         self.table.data_released(link, route)
 
 
