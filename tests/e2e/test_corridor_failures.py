@@ -236,7 +236,7 @@ async def test_a_connection_that_breaks_in_mid_transfer_costs_no_attempt(tiny: P
         assert num_reopened[0] >= 1, "no break met a transfer"
         assert num_reopened[1] >= 1 or side == "decode"
         assert [await cluster.gauge(node, "kv_failed_total") for node in nodes] == [0, 0]
-        for node, number in zip(nodes, num_reopened, strict=True):
+        for node, times in zip(nodes, num_reopened, strict=True):
             log = cluster.nodes[node].log.read_text(encoding="utf-8")
-            assert log.count("goes on over a new connection") == number
+            assert log.count("goes on over a new connection") == times
         await cluster.leak_oracle()

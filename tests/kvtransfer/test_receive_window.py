@@ -331,7 +331,7 @@ def test_what_travels_in_eight_bits_leases_no_more_than_comes(dtype: str) -> Non
         settings(layout=ROW, capabilities=takes, wire_dtype="int8"),
     )
     world.sink.place = lambda *_: None  # type: ignore[method-assign]  # bytes of the small form, which this pool does not know
-    world.source.pack = lambda *_: None  # type: ignore[method-assign]
+    world.source.pack = lambda *_: None  # type: ignore[method-assign]  # the same
     world.meet()
     transfer_id = world.open(128 * 64)
     coming = world.receiver._transfers[transfer_id]

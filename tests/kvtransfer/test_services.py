@@ -305,8 +305,8 @@ def test_the_receiver_dies_and_another_takes_its_place(make_channel: Callable[[]
 
 def test_the_sender_dies(make_channel: Callable[[], Channel]) -> None:
     """Its ABORT may be lost with the connection: then the wait for the next one ends it."""
-    quick = {"connect_wait_s": 0.5, "lease_s": 1.0, "beat_s": 0.2}
-    pair = Pair.make(make_channel, settings(**quick), settings(**quick)).start()
+    mine, theirs = (settings(connect_wait_s=0.5, lease_s=1.0, beat_s=0.2) for _ in range(2))
+    pair = Pair.make(make_channel, mine, theirs).start()
     transfer_id = pair.open()
     assert pair.sender.stop()
     failed = pair.received.wait(ReceiveFailed)

@@ -124,7 +124,8 @@ class TestTheLastQuarter:
             wanting = data.draw(st.lists(st.sampled_from(routes), unique=True))
             takers = pool.takers(wanting, now_s)
             assert set(takers) <= set(wanting)
-            if takers and data.draw(st.booleans()):
+            leases: bool = data.draw(st.booleans())
+            if takers and leases:
                 held.append(pool.lease(data.draw(st.sampled_from(takers)), now_s))
             elif held:
                 held.pop(data.draw(st.integers(0, len(held) - 1))).release(now_s)
