@@ -209,3 +209,34 @@ async def test_answers_are_exact_over_a_slow_faulty_and_encrypted_link(tiny: Pat
         log = cluster.nodes["prefill0"].log.read_text(encoding="utf-8")
         assert log.count("EXPERIMENT") == 2
         await cluster.leak_oracle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_connection_that_breaks_in_mid_transfer_costs_no_attempt(tiny: Path, tmp_path: Path, side: str) -> None:
+    """The KV still stands in the prefill node's pool: it goes again over the next connection, and nobody computes twice.
+
+    Breaks are so far apart that none meets a transfer more often than it may be opened again. What the decode node breaks may be
+    its answer, after which it has nothing to open again.
+    """
+    every = 45 if side == "prefill" else 5
+    breaks = ("--kv-faults", ",".join(f"disconnect@{every * number}" for number in range(1, 6)))
+    prefill = (*CHUNKS, *(breaks if side == "prefill" else ()))
+    async with start_cluster(
+        tiny, tmp_path, prefill=(prefill,), decode=(breaks if side == "decode" else (),)
+    ) as cluster:
+        nodes = ("prefill0", "decode0")
+        for number in range(6):
+            prompt = [3 + (number * 7 + i) % 200 for i in range(400)]
+            answer = await cluster.answer(tuple(prompt), Options(max_tokens=NUM_TOKENS))
+            assert answer.token_ids == expected_tokens(tiny, prompt, NUM_TOKENS)[0]
+            assert answer.summary is not None
+            assert answer.summary.timeline.attempts == 1
+        num_reopened = [await cluster.gauge(node, "kv_reopened_total") for node in nodes]
+        print(f"transfers opened again on {nodes}: {num_reopened}")  # noqa: T201 - the record of the run
+        assert num_reopened[0] >= 1, "no break met a transfer"
+        assert num_reopened[1] >= 1 or side == "decode"
+        assert [await cluster.gauge(node, "kv_failed_total") for node in nodes] == [0, 0]
+        for node, times in zip(nodes, num_reopened, strict=True):
+            log = cluster.nodes[node].log.read_text(encoding="utf-8")
+            assert log.count("goes on over a new connection") == times
+        await cluster.leak_oracle()

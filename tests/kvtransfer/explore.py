@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdserve.kvtransfer.messages import Challenge, Hello, Message, Welcome
+from pdserve.kvtransfer.sender_link import LinkState
 from tests.kvtransfer.model import Model, thaw
 from tests.kvtransfer.model_parts import NUM_TOKENS, RECEIVER, SENDER, Action, Broken, Plan
 
@@ -31,6 +32,9 @@ class Scenario:
     num_repeats: int = 0
     """Submits that come twice."""
     num_cuts: int = 0
+    redials: bool = False
+    """Whether a lost connection is dialled again at any time, without any other deadline that passes; then, too, what was under
+    way to the decode node may arrive after the break, beside the next connection."""
     num_restarts: int = 0
     num_times: int = 0
     """Deadlines that pass while messages are still under way."""
@@ -130,9 +134,12 @@ def actions(model: Model, scenario: Scenario, left: dict[str, int]) -> Iterator[
     if left["faults"]:
         yield from _fault_actions(model, scenario)
     if left["cuts"]:
-        yield from ((("cut", route), "cuts") for route in model.alive)
+        ways = ("cut", "sever") if scenario.redials else ("cut",)
+        yield from (((how, route), "cuts") for route in model.alive for how in ways)
     if left["times"]:
         yield ("pass_time",), "times"
+    if scenario.redials and any(link.life.state is LinkState.DOWN for link in model.sender._links.values()):
+        yield ("redial",), ""
     if left["restarts"]:
         yield from ((("restart", side), "restarts") for side in (SENDER, RECEIVER))
 
@@ -273,7 +280,10 @@ def _of_sender(model: Model) -> tuple[object, ...]:
             each.route,
             tuple(each._planner._segments),
             each._commit is not None,
-            each._num_frames,
+            each._was_commit_said,
+            each._granted_skip,
+            each._num_losses,
+            each._sequence,
             _in(each._deadline_s, now_s),
             _in(each._repeat_s, now_s),
             each._stalled_since_s is not None,
@@ -291,7 +301,7 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
             link.life.state.value,
             link.peer,
             link._challenge != b"",
-            link.received_bytes - link.window_limit,
+            link._window and (link.window.received - link.window.limit, tuple(link.window._needs.items())),
             _in(link.due_s, now_s),
             _in(link._heard_until_s, now_s),
         )
@@ -303,7 +313,9 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
             each.spec.peer,
             each.life.state.value,
             each.route,
-            each._num_frames,
+            each._is_promised,
+            each._num_losses,
+            each._sequence,
             tuple(map(tuple, each._coverage._ranges)),
             _in(each.due_s, now_s),
             _in(each._silent_until_s, now_s),
@@ -315,7 +327,7 @@ def _of_receiver(model: Model) -> tuple[object, ...]:
         (name, each.route, each.abort is not None, _in(each.until_s, now_s))
         for name, each in table._parked._parked.items()
     )
-    return links, transfers, graves, parked
+    return links, transfers, graves, parked, tuple(window.route for window in table._budget._short)
 
 
 def _in(due_s: float, now_s: float) -> float:
@@ -345,6 +357,7 @@ def tell(trail: Trail) -> str:
 if __name__ == "__main__":
     from tests.kvtransfer.scenarios import DEEP, SCENARIOS
 
-    for each in DEEP if "deep" in sys.argv else SCENARIOS:
+    chosen = DEEP if "deep" in sys.argv else SCENARIOS
+    for each in [each for each in chosen if all(word in each.name for word in sys.argv[2:])]:
         began_s = time.monotonic()
         print(each.name, search(each), f"{time.monotonic() - began_s:.1f} s", flush=True)  # noqa: T201

@@ -23,22 +23,26 @@ from pdserve.kvtransfer.events import (
     Received,
     ReceiveEvent,
     ReceiveFailed,
+    Reopened,
     SendClosed,
     SendEvent,
     SendFailed,
     TransferSpec,
 )
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Place, Send, Trust
-from pdserve.kvtransfer.messages import Message
+from pdserve.kvtransfer.messages import Grant, Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
+from pdserve.kvtransfer.sender_link import LinkState
 from pdserve.kvtransfer.sender_table import SenderTable
 from pdserve.kvtransfer.wire import checksum
+from tests.kvtransfer.model_network import ModelNetwork
 from tests.kvtransfer.model_parts import (
     FIRST,
     NUM_TOKENS,
     RECEIVER,
     SENDER,
     SHARED,
+    STAGING,
     Broken,
     ModelSettings,
     Plan,
@@ -50,7 +54,7 @@ from tests.kvtransfer.model_parts import (
 
 
 @dataclass
-class Model:
+class Model(ModelNetwork):
     """The state of both nodes and of everything between them. `act` moves it."""
 
     plans: tuple[Plan, ...]
@@ -75,6 +79,10 @@ class Model:
     runs: dict[tuple[str, int], Run] = field(default_factory=dict)
     place: tuple[int, dict[int, bytes]] | None = None
     """The decode node's one place: which transfer owns it, and what lies in it."""
+    granted_on: dict[int, Route] = field(default_factory=dict)
+    """The connection on which each transfer was granted last: only its frames may be placed."""
+    arriving: Route | None = None
+    """The connection of the message that is being handled."""
     up: dict[str, bool] = field(default_factory=lambda: {SENDER: False, RECEIVER: False})
 
     def __post_init__(self) -> None:
@@ -166,35 +174,12 @@ class Model:
     def deliver(self, to: str, route: Route) -> None:
         """The oldest message of a way arrives."""
         message, payload = self.take(to, route)
+        self.arriving = route
         if to == RECEIVER:
             self.receiver.message(route, message, memoryview(payload), self.now_s)
         else:
             self.sender.message(route, message, self.now_s)
         self.execute()
-
-    def take(self, to: str, route: Route) -> tuple[Message, bytes]:
-        """Remove the oldest message of a way."""
-        wire = self.wires[to, route]
-        first = wire.popleft()
-        if not wire:
-            del self.wires[to, route]
-        return first
-
-    def duplicate(self, to: str, route: Route) -> None:
-        """The oldest message will arrive twice."""
-        wire = self.wires[to, route]
-        wire.appendleft(wire[0])
-
-    def repeat_later(self, to: str, route: Route) -> None:
-        """The oldest message will arrive again after all that is under way."""
-        wire = self.wires[to, route]
-        wire.append(wire[0])
-
-    def swap(self, to: str, route: Route) -> None:
-        """The two oldest messages change places."""
-        wire = self.wires[to, route]
-        first, second = wire.popleft(), wire.popleft()
-        wire.extendleft((first, second))
 
     def corrupt(self, to: str, route: Route) -> None:
         """A byte of the oldest message's payload changes; of one without payload, the frame is unreadable."""
@@ -206,16 +191,10 @@ class Model:
         table.bad_frame(route, "damaged", self.now_s)
         self.execute()
 
-    def cut(self, route: Route) -> None:
-        """A connection breaks; each side learns of it when it learns of it."""
-        self.alive.discard(route)
-        self.untold |= {(SENDER, route), (RECEIVER, route)}
-        for to in (SENDER, RECEIVER):
-            self.wires.pop((to, route), None)
-
     def tell(self, side: str, route: Route) -> None:
-        """A side learns that a connection is gone."""
+        """A side learns that a connection is gone: nothing comes on it after that."""
         self.untold.discard((side, route))
+        self.wires.pop((side, route), None)
         table = self.sender if side == SENDER else self.receiver
         table.lost(route, "disconnected", self.now_s)
         self.execute()
@@ -251,11 +230,20 @@ class Model:
         self.execute()
         return True
 
+    def redial(self) -> None:
+        """The pause of a lost connection is over, and little else has happened meanwhile."""
+        self.now_s = max(
+            self.now_s, min(link.due_s for link in self.sender._links.values() if link.life.state is LinkState.DOWN)
+        )
+        self.sender.expire(self.now_s)
+        self.receiver.expire(self.now_s)
+        self.execute()
+
     # --- the shells ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> bool:
         """The prefill node's I/O thread packs and sends one frame; False if it can send none."""
-        plan = self.sender.next_data(True, self.now_s)
+        plan = self.sender.next_data(STAGING, self.now_s)
         if plan is None:
             return False
         name = plan.transfer.spec.transfer_id[0]
@@ -271,11 +259,6 @@ class Model:
         self.sender.data_released(plan.link, route)
         self.execute()
         return True
-
-    def put(self, to: str, route: Route, message: Message, payload: bytes = b"") -> None:
-        """Hand a message to the network, which loses it if the connection is gone."""
-        if route in self.alive:
-            self.wires.setdefault((to, route), deque()).append((message, payload))
 
     def execute(self) -> None:
         """Carry out all instructions of both sides."""
@@ -296,6 +279,8 @@ class Model:
         while (reply := self.receiver.take()) is not None:
             match reply:
                 case Send():
+                    if isinstance(reply.message, Grant):
+                        self.granted_on[reply.message.transfer_id[0]] = reply.route
                     self.put(SENDER, reply.route, reply.message)
                 case Place():
                     self._placed(reply)
@@ -331,13 +316,22 @@ class Model:
             raise Broken(f"{side}: {word} after the last event of transfer {transfer_id[0]}: {run.events}")
         if side == RECEIVER and "closed" in run.events and word not in ("failed:over", "closed"):
             raise Broken(f"transfer {transfer_id[0]} began again after its end: {word}")
+        if word in ("granted", "opened") and word in run.events:
+            raise Broken(f"{side}: the node was told twice that transfer {transfer_id[0]} was {word}")
         run.events += (word,)
         return run
+
+    def _reopened(self, side: str, transfer_id: TransferId) -> None:
+        """It asks nothing of a node, and is no part of what it knows."""
+        if not self.runs[side, transfer_id[0]].is_open:
+            raise Broken(f"{side}: transfer {transfer_id[0]} was opened again after its last event")
 
     def _sent(self, event: SendEvent) -> None:
         match event:
             case PeerUp() | PeerDown():
                 self._peer(SENDER, isinstance(event, PeerUp))
+            case Reopened(transfer_id):
+                self._reopened(SENDER, transfer_id)
             case Granted(transfer_id):
                 self._note(SENDER, transfer_id, "granted")
             case Acked(transfer_id):
@@ -359,6 +353,8 @@ class Model:
         match event:
             case PeerUp() | PeerDown():
                 self._peer(RECEIVER, isinstance(event, PeerUp))
+            case Reopened(transfer_id):
+                self._reopened(RECEIVER, transfer_id)
             case Opened(transfer_id):
                 self._note(RECEIVER, transfer_id, "opened").produced = 1
             case Received(transfer_id):
@@ -399,6 +395,8 @@ class Model:
         name = place.transfer_id[0]
         if self.place is None or self.place[0] != name:
             raise Broken(f"bytes of transfer {name} were written into a place of {self.place}")
+        if self.arriving != self.granted_on.get(name):
+            raise Broken(f"a frame of another connection was taken for transfer {name}: {self.arriving!r}")
         if place.tokens.start < self.skip_tokens:
             raise Broken(f"transfer {name} was sent what is held already")
         self.place[1][place.tokens.start] = bytes(place.payload)

@@ -17,6 +17,7 @@ from pdserve.kvtransfer.receiver_link import RECEIVER_LINK_TABLE
 from pdserve.kvtransfer.sender import SEND_TABLE
 from pdserve.kvtransfer.sender_link import SENDER_LINK_TABLE
 from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.staging import StagingPool
 from tests.kvtransfer.nodes import CAPABILITIES, IDENTITY
 
 LAYOUT = KvLayout((LayerLayout(1, 1, 1),), "float16")
@@ -27,6 +28,8 @@ TABLES: dict[str, Any] = {
     table.name: table for table in (SEND_TABLE, RECEIVE_TABLE, SENDER_LINK_TABLE, RECEIVER_LINK_TABLE)
 }
 STATES = {name: {state.value: state for state in type(table.initial)} for name, table in TABLES.items()}
+STAGING = StagingPool(1, FRAME_BYTES)
+"""One buffer, always free: the model's sockets let go at once."""
 SENDER, RECEIVER = "sender", "receiver"
 Action = tuple[object, ...]
 
@@ -44,6 +47,11 @@ class ModelSettings(LinkSettings):
 
     def __post_init__(self) -> None:
         """Skip the bounds of real frames."""
+
+    @property
+    def base_window_bytes(self) -> int:
+        """One frame if the window is two, so that the second one is leased; else the window, which then is no matter."""
+        return FRAME_BYTES if self.window_bytes == 2 * FRAME_BYTES else self.window_bytes
 
 
 @cache

@@ -20,6 +20,13 @@ REPEATS = Scenario(
 TIMES = Scenario("deadlines that pass, an end", num_times=2, num_aborts=1)
 TIME_AND_LOSS = Scenario("deadlines that pass, a lost message", num_times=2, faults=("lose",), num_faults=1)
 CUTS = Scenario("a connection that breaks, a deadline, an end", num_cuts=1, num_times=1, num_aborts=1)
+REOPENS = Scenario("a connection breaks, nothing else wrong", num_cuts=1, redials=True, must_succeed=True)
+REOPENS_DELTA = replace(REOPENS, name="the decode node holds the first token, a connection breaks", skip_tokens=1)
+REOPENS_TWICE = replace(REOPENS, name="two connections break, nothing else wrong", num_cuts=2)
+REOPENS_FAULTS = replace(
+    REOPENS, name="a connection breaks, a lost message", faults=("lose",), num_faults=1, must_succeed=False
+)
+REOPENS_ENDS = replace(REOPENS, name="a connection breaks and is made anew, an end", num_aborts=1, must_succeed=False)
 RESTARTS = Scenario("either process restarts, a deadline passes", num_restarts=1, num_times=1)
 TWO_ENDS = Scenario("two transfers take one place in turn, an end", plans=TWO, num_aborts=1)
 TWO_FAULTS = Scenario(
@@ -77,6 +84,8 @@ WINDOW = Scenario(
     must_succeed=True,
     window_bytes=FRAME_BYTES,
 )
+LEASE = replace(WINDOW, name="a window of one frame and a leased one, a lost beat", window_bytes=2 * FRAME_BYTES)
+LEASE_TWO = Scenario("two transfers lease a window in turn", plans=TWO, window_bytes=2 * FRAME_BYTES, must_succeed=True)
 
 GREETING = Scenario("a handshake with a secret, named late", has_secret=True, is_met=False)
 GREETING_FAULTS = replace(
@@ -92,24 +101,33 @@ SCENARIOS = [
     TIMES,
     TIME_AND_LOSS,
     CUTS,
+    REOPENS,
+    REOPENS_DELTA,
+    REOPENS_FAULTS,
+    REOPENS_ENDS,
     RESTARTS,
     TWO_ENDS,
     TWO_FAULTS,
     DELTA_CLEAN,
     DELTA,
     DELTA_ENDS,
-    DELTA_TWO,
     DELTA_ALL,
     SMALL_CLEAN,
     SMALL,
     STALE,
     WINDOW,
+    LEASE,
+    LEASE_TWO,
     GREETING_FAULTS,
     GREETING_TIMES,
     GREETING_RESTARTS,
 ]
 
 DEEP = [
+    DELTA_TWO,
+    REOPENS_TWICE,
+    replace(REOPENS, name="a connection of two transfers breaks", plans=TWO),
+    replace(REOPENS_FAULTS, name="a connection breaks, a fault", faults=EVERY_FAULT),
     replace(
         GREETING, name="a handshake with a secret, a fault, a deadline", faults=EVERY_FAULT, num_faults=1, num_times=1
     ),

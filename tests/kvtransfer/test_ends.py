@@ -76,14 +76,6 @@ class TestEnds:
         assert world.sent_kinds(transfer_id)[-1] == "SendClosed"
         world.assert_nothing_left()
 
-    @pytest.mark.parametrize("stage", STAGES[1:])
-    def test_the_connection_breaks(self, stage: str) -> None:
-        world = World()
-        transfer_id = at_stage(world, stage)
-        world.cut()
-        assert failure(world, transfer_id) == loss(world, transfer_id) == "peer_lost"
-        world.assert_nothing_left()
-
     @pytest.mark.parametrize("stage", STAGES)
     def test_each_side_stops(self, stage: str) -> None:
         for side in ("sender", "receiver"):

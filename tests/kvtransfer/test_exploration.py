@@ -6,15 +6,17 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.ids import TransferId
-from pdserve.kvtransfer.events import ReceiveClosed
+from pdserve.kvtransfer.channel import Route
+from pdserve.kvtransfer.events import Opened, ReceiveClosed
 from pdserve.kvtransfer.framing import FramePlanner, FrameRange
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.memory import Tombstones
-from pdserve.kvtransfer.messages import Beat, Commit, Data, NackReason, Open
+from pdserve.kvtransfer.messages import Beat, Commit, Data, Message, NackReason, Open
+from pdserve.kvtransfer.receive_window import ReceiveWindow
 from pdserve.kvtransfer.receiver import ReceiveTransfer
 from pdserve.kvtransfer.receiver_link import ReceiverLink
 from pdserve.kvtransfer.receiver_table import ReceiverTable
-from pdserve.kvtransfer.sender import SendTransfer
+from pdserve.kvtransfer.sender import SendState, SendTransfer
 from tests.kvtransfer import scenarios
 from tests.kvtransfer.explore import Scenario, search
 from tests.kvtransfer.model_parts import Broken
@@ -70,10 +72,7 @@ def double_release(patch: Patch) -> None:
 
 
 def lost_window_update(patch: Patch) -> None:
-    def same_window(self: ReceiverLink, parked: tuple[TransferId, ...]) -> None:
-        self._out.append(Send(self.route, Beat(self.window_limit, parked)))
-
-    patch.setattr(ReceiverLink, "_send_beat", same_window)
+    patch.setattr(ReceiveWindow, "grow", lambda self, least=0.0: False)
 
 
 def window_only_once(patch: Patch) -> None:
@@ -119,6 +118,74 @@ def a_lost_link_keeps_its_transfers(patch: Patch) -> None:
     patch.setattr(ReceiverTable, "_link_lost", only_the_link)
 
 
+def what_came_counts_on_the_next_connection(patch: Patch) -> None:
+    """Coverage is not reset when a connection breaks."""
+    lost = ReceiveTransfer.link_lost
+
+    def keep(self: ReceiveTransfer, reason: str, now_s: float) -> None:
+        known = self._coverage
+        lost(self, reason, now_s)
+        self._coverage = known
+
+    patch.setattr(ReceiveTransfer, "link_lost", keep)
+
+
+def frames_are_counted_over_connections(patch: Patch) -> None:
+    lost = ReceiveTransfer.link_lost
+
+    def keep(self: ReceiveTransfer, reason: str, now_s: float) -> None:
+        known = self._sequence
+        lost(self, reason, now_s)
+        self._sequence = known
+
+    patch.setattr(ReceiveTransfer, "link_lost", keep)
+
+
+def what_was_sent_is_not_sent_again(patch: Patch) -> None:
+    patch.setattr(FramePlanner, "rewind", lambda self: None)
+
+
+def a_late_frame_of_the_old_connection_is_taken(patch: Patch) -> None:
+    message = ReceiverTable.message
+
+    def on_any(self: ReceiverTable, route: Route, said: Message, payload: memoryview, now_s: float) -> None:
+        if isinstance(said, Data) and route not in self._links:
+            route = next((link.route for link in self._links.values() if link.is_up), route)
+        message(self, route, said, payload, now_s)
+
+    patch.setattr(ReceiverTable, "message", on_any)
+
+
+def an_answer_given_again_is_not_taken(patch: Patch) -> None:
+    acked = SendTransfer.acked
+
+    def only_committed(self: SendTransfer, now_s: float) -> None:
+        if self.life.state is SendState.COMMITTED:
+            acked(self, now_s)
+
+    patch.setattr(SendTransfer, "acked", only_committed)
+
+
+def the_node_is_asked_again(patch: Patch) -> None:
+    again = ReceiveTransfer._opened_again
+
+    def ask(self: ReceiveTransfer, now_s: float) -> None:
+        again(self, now_s)
+        self._out.append(Emit(Opened(self.spec.transfer_id)))
+
+    patch.setattr(ReceiveTransfer, "_opened_again", ask)
+
+
+def the_grant_is_forgotten(patch: Patch) -> None:
+    lost = ReceiveTransfer.link_lost
+
+    def forget(self: ReceiveTransfer, reason: str, now_s: float) -> None:
+        lost(self, reason, now_s)
+        self._is_promised = False
+
+    patch.setattr(ReceiveTransfer, "link_lost", forget)
+
+
 def skips_nothing(patch: Patch) -> None:
     patch.setattr(FramePlanner, "skip", lambda self, num_tokens: None)
 
@@ -159,6 +226,13 @@ MUTANTS: list[tuple[Callable[[Patch], None], Scenario, str]] = [
     (a_count_is_no_coverage, LOST, "bytes that were not sent|adopted without a place"),
     (no_deadline_after_grant, LOST, "never ends"),
     (a_lost_link_keeps_its_transfers, scenarios.CUTS, "without its connection"),
+    (what_came_counts_on_the_next_connection, scenarios.REOPENS, "did not succeed"),
+    (frames_are_counted_over_connections, scenarios.REOPENS, "did not succeed"),
+    (what_was_sent_is_not_sent_again, scenarios.REOPENS, "did not succeed"),
+    (a_late_frame_of_the_old_connection_is_taken, scenarios.REOPENS, "of another connection"),
+    (an_answer_given_again_is_not_taken, scenarios.REOPENS, "did not succeed"),
+    (the_node_is_asked_again, scenarios.REOPENS, "told twice"),
+    (the_grant_is_forgotten, scenarios.REOPENS, "did not succeed"),
     (skips_nothing, scenarios.DELTA_CLEAN, "did not succeed"),
     (plans_a_frame_again_that_was_sent, scenarios.ONE_CLEAN, "is remembered as"),
     (packs_after_the_end, scenarios.TWO_ENDS, "taken back|is kept"),

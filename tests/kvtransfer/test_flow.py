@@ -14,6 +14,7 @@ from pdserve.kvtransfer.messages import (
     Welcome,
 )
 from pdserve.kvtransfer.sender_table import SenderTable
+from pdserve.kvtransfer.staging import StagingPool
 from pdserve.kvtransfer.wire import checksum
 from tests.kvtransfer.nodes import settings, spec_for
 from tests.kvtransfer.world import World, failure, loss
@@ -86,7 +87,7 @@ class TestWindow:
 
     def test_progress_of_one_link_is_not_that_of_another(self) -> None:
         mine, first, second = settings(layout=ROW, transfer_idle_s=10.0), new_incarnation(), new_incarnation()
-        table = SenderTable(mine)
+        table, staging = SenderTable(mine), StagingPool(16, 1 << 20)
         table.set_peers({first: "first", second: "second"}, 0.0)
         routes = {first: Route(b"first"), second: Route(b"second")}
         specs = {peer: spec_for(peer, 4096) for peer in routes}
@@ -97,14 +98,14 @@ class TestWindow:
             table.open(specs[peer], 0.0)
             table.message(route, Grant(specs[peer].transfer_id), 0.0)
             table.mark_ready(specs[peer].transfer_id, range(4), range(4096), 0.0)
-        while plan := table.next_data(True, 0.0):
+        while plan := table.next_data(staging, 0.0):
             table.data_sent(plan, 0.0, 0.0)
         for second_s in range(1, 12):
             for peer, route in routes.items():
                 table.message(route, Beat(1 << 30), float(second_s))
                 if peer == first:
                     table.data_released(table._by_route[route], route)
-            while plan := table.next_data(True, float(second_s)):
+            while plan := table.next_data(staging, float(second_s)):
                 table.data_sent(plan, 0.0, float(second_s))
             table.expire(float(second_s))
         failed = [order.event for order in iter(table.take, None) if isinstance(order, Emit)]
@@ -116,14 +117,11 @@ class TestWindow:
     def test_it_starts_anew_with_each_connection(self) -> None:
         world = self.make(4)
         world.fault = lambda to_receiver, k, message, frames: [] if isinstance(message, Beat) else [frames]
-        for _ in range(2):
-            transfer_id = world.open(128 * 4)
-            world.mark(transfer_id, range(1), range(512))
-            world.cut()
-            world.sender.expire(world.now_s)
-            world.clock.advance(world.mine.retry_max_s)
-            world.sender.expire(world.now_s)
-            world.settle()
+        transfer_id = world.open(128 * 4)
+        world.mark(transfer_id, range(1), range(512))
+        assert len(world.said(">", Data)) == 1
+        world.cut()
+        world.advance(world.mine.retry_max_s)
         assert len(world.said(">", Data)) == 2, "the second connection has a whole window"
 
     def test_a_sender_that_ignores_it_is_refused(self) -> None:
@@ -133,7 +131,7 @@ class TestWindow:
         payload = bytes(1 << 20)
         for k in range(2):
             data = Data(transfer_id, 1, k, range(k, k + 1), range(512), "float32", len(payload), checksum(payload))
-            world.receiver._links[route].window_limit = 1 << 20
+            world.receiver._links[route].window.limit = 1 << 20
             world.receiver.message(route, data, memoryview(payload), world.now_s)
         assert world.receiver._out
         world.settle()
@@ -162,15 +160,15 @@ class TestWindow:
             release()
         world.advance(1.0)
         world.sender.check_invariants()
-        assert world.sender.gauges()["kv_frames_in_sockets"] == 0
+        assert world.sender.gauges()["kv_frames_in_sockets"] == 4, "those of the next connection"
 
     def test_nothing_is_packed_without_staging(self) -> None:
         world = World().meet()
-        world.staging_has_room = False
+        slabs = [world.staging.lease(Route(b"another"), world.now_s) for _ in range(16)]
         transfer_id = world.open()
         world.mark(transfer_id, range(4), range(20))
         assert world.source.packed == []
-        world.staging_has_room = True
+        slabs.pop().release(world.now_s)
         world.commit(transfer_id)
         assert world.sent_kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
 

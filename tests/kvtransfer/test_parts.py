@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.errors import ConfigError, InternalError
+from pdserve.core.errors import ConfigError
 from pdserve.core.identity import Identity
 from pdserve.core.ids import TransferId, new_incarnation, new_transfer_id
 from pdserve.core.layout import KvLayout, LayerLayout
@@ -15,7 +15,6 @@ from pdserve.kvtransfer.framing import FILL_BYTES, FramePlanner, FrameRange
 from pdserve.kvtransfer.memory import ParkedOpen, ParkedOpens, Tombstones
 from pdserve.kvtransfer.messages import Ack, Open
 from pdserve.kvtransfer.send_service import KvSendService
-from pdserve.kvtransfer.staging import StagingPool
 from pdserve.kvtransfer.timers import Timers
 from tests.kvtransfer.nodes import BytesSource, Events
 from tests.kvtransfer.nodes import settings as link_settings
@@ -228,28 +227,6 @@ class TestTimers:
             assert all(due_s > now_s for due_s in model.values())
 
 
-class TestStaging:
-    def test_is_bounded_and_reused(self) -> None:
-        pool = StagingPool(2, 64)
-        first, second = pool.lease(), pool.lease()
-        assert not pool.has_room
-        with pytest.raises(InternalError):
-            pool.lease()
-        first.release()
-        assert pool.has_room
-        assert pool.leased_bytes == 64
-        second.release()
-        assert pool.leased_bytes == 0
-
-    def test_a_second_release_raises(self) -> None:
-        slab = StagingPool(1, 64).lease()
-        slab.release()
-        with pytest.raises(InternalError, match="twice"):
-            slab.release()
-        with pytest.raises(InternalError):
-            slab.view(3)
-
-
 class TestMemory:
     def test_parked_opens_are_bounded_in_number_and_time(self) -> None:
         parked, gone = ParkedOpens(2, 2.0), list[ParkedOpen]()
@@ -279,8 +256,8 @@ class TestMemory:
 class TestSettings:
     def test_all_faults_are_named_at_once(self) -> None:
         with pytest.raises(ConfigError) as caught:
-            link_settings(lease_s=1.0, beat_s=0.5, window_bytes=1000, staging_bytes=1000)
-        assert len(caught.value.faults) == 3
+            link_settings(lease_s=1.0, beat_s=0.5, window_bytes=1000, receive_bytes=1000, staging_bytes=1000)
+        assert len(caught.value.faults) == 4
 
     def test_a_token_that_fits_no_frame_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="one token of a layer"):

@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 
+from pdserve.core.clock import SystemClock
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import AddressInUse
 from pdserve.core.ids import new_incarnation
 from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.core.link_faults import FaultKind, LinkFaults
 from pdserve.kvtransfer import (
     Acked,
     FinishedEarly,
@@ -22,11 +24,14 @@ from pdserve.kvtransfer import (
     PeerUp,
     Received,
     ReceiveFailed,
+    Reopened,
     SendClosed,
     SendFailed,
 )
 from pdserve.kvtransfer.channel import Channel
+from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.inprocess import InProcessNetwork
+from pdserve.kvtransfer.shared_channel import SharedMemoryChannel
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
 from tests.kvtransfer.nodes import FIRST, BytesSink, Events, Pair, check_a_transfer_works, settings, wait_until
 
@@ -89,6 +94,46 @@ def test_a_layer_is_sent_before_the_next_is_computed(make_channel: Callable[[], 
     pair.sender.commit(transfer_id, FIRST, {})
     pair.closed(transfer_id)
     assert pair.sent.kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
+    pair.stop()
+
+
+BREAKS_AT = {"sender": ((5, 12), ()), "receiver": ((), (3,))}
+"""Frames of each side that a disconnect meets; in turn: HELLO, OPEN, DATA, COMMIT; and WELCOME, GRANT, beats, ACK.
+
+What a receiver breaks its sender learns by the answer to its next frame, or, if payloads go through shared memory, by its lease.
+"""
+
+
+@pytest.mark.parametrize("transport", ["zeromq", "shared memory"])
+@pytest.mark.parametrize("side", BREAKS_AT)
+def test_a_connection_that_breaks_in_mid_transfer(transport: str, side: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The transfer goes on over the next one: the same ids, one grant, exact bytes, every buffer back, and it is told."""
+    ends = iter(BREAKS_AT[side][::-1])
+
+    def make() -> Channel:
+        faults = LinkFaults(at=tuple((FaultKind.DISCONNECT, number) for number in next(ends)))
+        inner = SharedMemoryChannel(ZeroMqChannel(), SystemClock()) if transport == "shared memory" else ZeroMqChannel()
+        return FaultyChannel(inner, faults, SystemClock())
+
+    # Few beats, since they are counted among the frames.
+    mine, theirs = (
+        settings(layout=BIG, beat_s=2.0, lease_s=6.0, transfer_idle_s=30.0, window_bytes=8 << 20) for _ in range(2)
+    )
+    pair = Pair.make(make, mine, theirs).start()
+    transfer_id = pair.open(128)
+    pair.send_all(transfer_id, 128)
+    pair.closed(transfer_id)
+    for events, kinds in (
+        (pair.sent, ["Granted", "Acked", "SendClosed"]),
+        (pair.received, ["Opened", "Received", "ReceiveClosed"]),
+    ):
+        assert [kind for kind in events.kinds(transfer_id) if kind != "Reopened"] == kinds
+    pair.sink.check(transfer_id, 128)
+    num_reopened = sum(isinstance(event, Reopened) for event in pair.sent.all)
+    assert num_reopened >= 1
+    assert pair.sender.gauges()["kv_reopened_total"] == num_reopened
+    assert pair.sender.gauges()["kv_failed_total"] == pair.receiver.gauges()["kv_failed_total"] == 0
+    assert caplog.text.count(f"transfer {transfer_id.hex()} goes on over a new connection") >= num_reopened
     pair.stop()
 
 
@@ -259,7 +304,9 @@ def test_the_receiver_dies_and_another_takes_its_place(make_channel: Callable[[]
 
 
 def test_the_sender_dies(make_channel: Callable[[], Channel]) -> None:
-    pair = Pair.make(make_channel).start()
+    """Its ABORT may be lost with the connection: then the wait for the next one ends it."""
+    mine, theirs = (settings(connect_wait_s=0.5, lease_s=1.0, beat_s=0.2) for _ in range(2))
+    pair = Pair.make(make_channel, mine, theirs).start()
     transfer_id = pair.open()
     assert pair.sender.stop()
     failed = pair.received.wait(ReceiveFailed)

@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.core.ids import TransferId
 from pdserve.core.layout import KvLayout, LayerLayout
+from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.events import Acked, Received, SendClosed, TransferStats
 from pdserve.kvtransfer.messages import Data, Grant, Message, Nack
 from tests.kvtransfer.nodes import settings
@@ -118,7 +119,9 @@ class TestStalled:
         second, third = world.open(512), world.open(512)
         world.sends_data = False
         world.mark(second, range(1), range(512))
-        world.staging_has_room, world.sends_data = False, True
+        for _ in range(16):
+            world.staging.lease(Route(b"another"), world.now_s)
+        world.sends_data = True
         world.settle()
         world.advance(1.0)
         for transfer_id in (first, second, third):

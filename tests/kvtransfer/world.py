@@ -25,6 +25,7 @@ from pdserve.kvtransfer.messages import Message
 from pdserve.kvtransfer.receiver_table import ReceiverTable
 from pdserve.kvtransfer.sender_table import SenderTable
 from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.staging import StagingPool
 from pdserve.kvtransfer.wire import FrameError, checksum
 from tests.kvtransfer.nodes import FIRST, BytesSink, BytesSource, settings, spec_for
 
@@ -51,7 +52,8 @@ class World:
         """Whether somebody listens."""
         self.fault: Callable[[bool, int, Message, Frames], list[Frames]] = lambda *args: [args[3]]
         self.num_on_wire = 0
-        self.staging_has_room = True
+        self.staging = StagingPool(16, 1 << 20)
+        """All free, unless a test leases some."""
         self.sends_data = True
         self.release_at_once = True
         self.unreleased: list[Callable[[], None]] = []
@@ -223,7 +225,7 @@ class World:
     def _send_data(self) -> bool:
         if not self.sends_data:
             return False
-        plan = self.sender.next_data(self.staging_has_room, self.now_s)
+        plan = self.sender.next_data(self.staging, self.now_s)
         if plan is None:
             return False
         route, spec, frame = plan.link.route, plan.transfer.spec, plan.frame

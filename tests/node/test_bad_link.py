@@ -31,7 +31,21 @@ async def run(nodes: Pair, session: int, output: tuple[int, ...] = ()) -> tuple[
     return output + tuple(tokens.get(0, ()))
 
 
-@pytest.mark.parametrize("kind", ["corrupt", "truncate", "duplicate", "disconnect"])
+async def test_a_break_at_every_frame_costs_nothing() -> None:
+    """The transfer is opened again: one attempt, the same tokens, everything given back."""
+    async with pair() as nodes:
+        expected = await run(nodes, 1)
+    num_reopened = 0.0
+    for frame in range(FIRST_FRAME, LAST_FRAME + 1):
+        async with pair(faults=f"disconnect@{frame}") as nodes:
+            assert await run(nodes, 1) == expected
+            assert [node.of(1).outcome for node in (nodes.prefill, nodes.decode)] == ["FINISHED", "FINISHED"]
+            assert nodes.prefill.desk.gauges()["kv_failed_total"] == 0
+            num_reopened += nodes.prefill.desk.gauges()["kv_reopened_total"]
+    assert num_reopened >= 2, "the breaks met no transfer"
+
+
+@pytest.mark.parametrize("kind", ["corrupt", "truncate", "duplicate"])
 async def test_every_frame_of_a_transfer(kind: str) -> None:
     async with pair() as nodes:
         expected = await run(nodes, 1)

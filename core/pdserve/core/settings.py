@@ -281,6 +281,9 @@ class NodeSettings(ProcessSettings):
     )
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")
+    kv_receive_bytes: Positive = Field(
+        256 << 20, description="KV bytes that may be under way from all peers together, beyond two frames of each."
+    )
     kv_staging_bytes: Positive = Field(16 << 20, description="KV bytes that may be packed and not yet sent.")
     kv_engine: Literal["zeromq", "nixl"] = Field(
         "zeromq",

@@ -81,7 +81,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The link to this peer, which was up, is lost; its transfers have failed."""
+    """The link to this peer, which was up, is lost; its transfers wait a short while for the next connection."""
 
     incarnation: Incarnation
     reason: str
@@ -148,6 +148,17 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Reopened:
+    """The transfer goes on over a new connection, from its first frame; `because` is how the last one was lost.
+
+    Nothing is asked of the node: what it granted and committed holds. The service counts it, and logs it.
+    """
+
+    transfer_id: TransferId
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """All KV is verified and placed, and ACK is sent. `tokens` are the first tokens, one per sequence."""
 
@@ -185,5 +196,5 @@ class ReceiveClosed:
 
 
 LinkEvent = PeerUp | PeerDown | PeerRefused | CorridorBroken
-SendEvent = LinkEvent | Granted | Acked | SendFailed | SendClosed
-ReceiveEvent = LinkEvent | Opened | Received | FinishedEarly | ReceiveFailed | ReceiveClosed
+SendEvent = LinkEvent | Granted | Reopened | Acked | SendFailed | SendClosed
+ReceiveEvent = LinkEvent | Opened | Reopened | Received | FinishedEarly | ReceiveFailed | ReceiveClosed

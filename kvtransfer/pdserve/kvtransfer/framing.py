@@ -32,6 +32,8 @@ class FramePlanner:
         self._num_tokens = num_tokens
         self._skip_tokens = 0
         self._segments: deque[tuple[range, range]] = deque()
+        self._marked: deque[tuple[range, range]] = deque()
+        """All that became ready, taken or not."""
         self._closed = False
         self._next: FrameRange | None = None
         self._is_next_known = True
@@ -48,8 +50,15 @@ class FramePlanner:
         inside = inside and 0 <= tokens.start < tokens.stop <= self._num_tokens
         if not inside or layers.step != 1 or tokens.step != 1:
             return False
+        _append(self._marked, layers, tokens)
         self._append(layers, tokens)
         return True
+
+    def rewind(self) -> None:
+        """Plan all that became ready anew, as if nothing had been taken or skipped."""
+        self._skip_tokens = 0
+        self._segments = self._marked.copy()
+        self._is_next_known = False
 
     def skip(self, num_tokens: int) -> None:
         """Leave out the first `num_tokens` positions, of ranges already ready too."""
@@ -83,6 +92,7 @@ class FramePlanner:
         """Forget everything."""
         self._is_next_known = False
         self._segments.clear()
+        self._marked.clear()
 
     def _plan(self) -> FrameRange | None:
         if not self._segments:
@@ -96,15 +106,9 @@ class FramePlanner:
 
     def _append(self, layers: range, tokens: range) -> None:
         tokens = range(max(tokens.start, self._skip_tokens), tokens.stop)
-        if not tokens:
-            return
-        self._is_next_known = False
-        if self._segments:
-            last_layers, last_tokens = self._segments[-1]
-            if last_tokens == tokens and last_layers.stop == layers.start:
-                self._segments[-1] = (range(last_layers.start, layers.stop), tokens)
-                return
-        self._segments.append((layers, tokens))
+        if tokens:
+            self._is_next_known = False
+            _append(self._segments, layers, tokens)
 
     def _cut(self, layers: range, tokens: range) -> FrameRange:
         """Return the longest leading part that fits: whole layers, or some tokens of the first layer."""
@@ -116,3 +120,13 @@ class FramePlanner:
         per_token = self._layout.layer_token_bytes(layers.start)
         fitting = range(tokens.start, tokens.start + MAX_FRAME_BYTES // per_token)
         return FrameRange(range(layers.start, layers.start + 1), fitting, len(fitting) * per_token)
+
+
+def _append(segments: deque[tuple[range, range]], layers: range, tokens: range) -> None:
+    """Add a range; the next layers of the same tokens become part of the last one."""
+    if segments:
+        last_layers, last_tokens = segments[-1]
+        if last_tokens == tokens and last_layers.stop == layers.start:
+            segments[-1] = (range(last_layers.start, layers.stop), tokens)
+            return
+    segments.append((layers, tokens))

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+from pdserve.kvtransfer.events import Reopened
+
 EventT = TypeVar("EventT")
 _logger = logging.getLogger(__name__)
 
@@ -32,3 +34,12 @@ class Herald(Generic[EventT]):
             self._on_event(event)
         except Exception:
             _logger.exception("the node's handler failed on %s", event)
+
+
+def log_reopened(event: Reopened) -> None:
+    """Say that a transfer goes on although its connection broke: it succeeds, and somebody should look at the network."""
+    _logger.warning(
+        "transfer %s goes on over a new connection, from its first frame; the last one was lost: %s",
+        event.transfer_id.hex(),
+        event.because,
+    )

@@ -8,8 +8,8 @@ from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, Lost
 from pdserve.kvtransfer.codec import decode, encode
-from pdserve.kvtransfer.events import KvSink, ReceiveClosed, ReceiveEvent, ReceiveFailed, TransferSpec
-from pdserve.kvtransfer.herald import Herald
+from pdserve.kvtransfer.events import KvSink, ReceiveClosed, ReceiveEvent, ReceiveFailed, Reopened, TransferSpec
+from pdserve.kvtransfer.herald import Herald, log_reopened
 from pdserve.kvtransfer.instructions import Emit, Place, Send
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.receiver_table import ReceiverTable
@@ -135,6 +135,7 @@ class _ReceiveShell:
         self.table = ReceiverTable(settings)
         self.address = ""
         self._num_failed = 0
+        self._num_reopened = 0
         self.herald = Herald(on_event, self._measure_gauges)
         self._sink = sink
         self._host = host
@@ -166,6 +167,9 @@ class _ReceiveShell:
             match instruction:
                 case Emit(event):
                     self._num_failed += isinstance(event, ReceiveFailed) and not event.busy
+                    if isinstance(event, Reopened):
+                        self._num_reopened += 1
+                        log_reopened(event)
                     self.herald.announce(event)
                 case _ if self._is_channel_dropped:
                     pass
@@ -197,7 +201,7 @@ class _ReceiveShell:
         self._is_channel_dropped = True
 
     def _measure_gauges(self) -> dict[str, float]:
-        return self.table.gauges() | {"kv_failed_total": self._num_failed}
+        return self.table.gauges() | {"kv_failed_total": self._num_failed, "kv_reopened_total": self._num_reopened}
 
     def _place(self, place: Place, now_s: float) -> None:
         begun_s = self._clock.now_s()

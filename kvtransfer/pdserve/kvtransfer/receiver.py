@@ -3,6 +3,7 @@
 from collections import deque
 from enum import Enum, auto
 
+from pdserve.core.layout import KvLayout
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
 from pdserve.kvtransfer.channel import Route
 from pdserve.kvtransfer.coverage import Coverage
@@ -13,6 +14,7 @@ from pdserve.kvtransfer.events import (
     Received,
     ReceiveEvent,
     ReceiveFailed,
+    Reopened,
     TransferSpec,
     TransferStats,
 )
@@ -30,7 +32,7 @@ from pdserve.kvtransfer.messages import (
     NackReason,
     Open,
 )
-from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.settings import MAX_REOPENS, LinkSettings
 from pdserve.kvtransfer.wire import checksum
 
 ReceiveInstruction = Send | Place | Emit[ReceiveEvent]
@@ -45,6 +47,8 @@ class ReceiveState(Enum):
     """OPEN came; the node has not granted."""
     GRANTED = auto()
     """DATA may come; blocks are promised."""
+    SEVERED = auto()
+    """The connection that it was opened on is lost; OPEN has not come again on another."""
     RECEIVED = auto()
     FINISHED_EARLY = auto()
     FAILED = auto()
@@ -70,15 +74,18 @@ class ReceiveTrigger(Enum):
 
 
 S, T = ReceiveState, ReceiveTrigger
-_LIVE = (S.EXPECTED, S.OPENED, S.GRANTED)
+_LIVE = (S.EXPECTED, S.OPENED, S.GRANTED, S.SEVERED)
 _MOVES = (
     {
         (S.EXPECTED, T.OPEN): S.OPENED,
         (S.OPENED, T.GRANT): S.GRANTED,
         (S.GRANTED, T.DATA): S.GRANTED,
         (S.GRANTED, T.COMMIT): S.RECEIVED,
-        (S.OPENED, T.LINK_LOST): S.FAILED,
-        (S.GRANTED, T.LINK_LOST): S.FAILED,
+        (S.OPENED, T.LINK_LOST): S.SEVERED,
+        (S.GRANTED, T.LINK_LOST): S.SEVERED,
+        # The node was asked before the connection broke, and answers now; the sender hears of it when it opens again.
+        (S.SEVERED, T.GRANT): S.SEVERED,
+        (S.SEVERED, T.OPEN): S.OPENED,
     }
     | {(state, event): S.CANCELLED for state in _LIVE for event in (T.CANCEL, T.REFUSE)}
     | {(state, event): S.FAILED for state in _LIVE for event in (T.ABORT, T.FAULT, T.EXPIRE)}
@@ -114,6 +121,13 @@ class ReceiveTransfer:
         self._out = out
         self._coverage = Coverage(settings.layout, spec.num_tokens)
         self._skip_tokens = 0
+        self._is_promised = False
+        """The node granted; that holds on each connection."""
+        self._num_losses = 0
+        self._lost_because = ""
+        self._sequence = 0
+        """Frames on this connection."""
+        self._missing_bytes = 0
         self._num_frames = 0
         self._kv_bytes = 0
         self._place_s = 0.0
@@ -126,6 +140,11 @@ class ReceiveTransfer:
     def is_over(self) -> bool:
         """Whether its last event has been emitted."""
         return self.life.is_terminal
+
+    @property
+    def missing_bytes(self) -> int:
+        """What may still come, as far as the grant and the frames so far tell."""
+        return self._missing_bytes if self.life.state is S.GRANTED else 0
 
     @property
     def stats(self) -> TransferStats:
@@ -145,19 +164,24 @@ class ReceiveTransfer:
             self.fault(NackReason.MISMATCH, mismatch, now_s)
         elif self.life.advance(T.OPEN, now_s):
             self.route = route
-            self._opened_s = now_s if came_s is None else came_s
             self.due_s = now_s + self._settings.grant_wait_s
+            if self._num_losses:
+                self._opened_again(now_s)
+                return
+            self._opened_s = now_s if came_s is None else came_s
             self._out.append(Emit(Opened(self.spec.transfer_id)))
         elif self.life.state is S.GRANTED:
             self._send(Grant(self.spec.transfer_id, self._skip_tokens))
 
     def grant(self, skip_tokens: int, now_s: float) -> None:
         """The node promises blocks and holds the first `skip_tokens` positions already."""
-        if self.life.advance(T.GRANT, now_s):
-            self._skip_tokens = skip_tokens
-            self._grant_wait_s = now_s - self._opened_s
-            self._renew(now_s)
-            self._send(Grant(self.spec.transfer_id, skip_tokens))
+        if self._is_promised or not self.life.advance(T.GRANT, now_s):
+            return
+        self._is_promised = True
+        self._skip_tokens = skip_tokens
+        self._grant_wait_s = now_s - self._opened_s
+        if self.life.state is S.GRANTED:
+            self._tell_grant(now_s)
 
     def refuse(self, reason: str, now_s: float) -> None:
         """The node will not take it."""
@@ -181,6 +205,10 @@ class ReceiveTransfer:
             self.fault(*fault, now_s)
             return
         self.life.advance(T.DATA, now_s)
+        if self._sequence == 0 and (taken := self._settings.taken_layout(message.dtype)) is not None:
+            self._missing_bytes = self._bytes_in(taken)
+        self._missing_bytes = max(0, self._missing_bytes - message.num_bytes)
+        self._sequence += 1
         self._num_frames += 1
         self._kv_bytes += message.num_bytes
         self._coverage.add(message.layers, message.tokens)
@@ -224,8 +252,19 @@ class ReceiveTransfer:
         self._fail(T.FAULT, reason, detail, Nack(self.spec.transfer_id, NackReason.SHUTDOWN, detail), now_s)
 
     def link_lost(self, reason: str, now_s: float) -> None:
-        """The connection that it was opened on is lost."""
-        self._fail(T.LINK_LOST, "peer_lost", reason, None, now_s)
+        """The connection that it was opened on is lost: what came counts no more, what the node granted does.
+
+        The sender owns the wait for the next connection.
+        """
+        if self._num_losses == MAX_REOPENS:
+            self._fail(T.FAULT, "peer_lost", f"{reason}; its connection broke {MAX_REOPENS + 1} times", None, now_s)
+        elif self.life.advance(T.LINK_LOST, now_s):
+            self._num_losses += 1
+            self._lost_because = reason
+            self.route = None
+            self._sequence = 0
+            self._coverage = Coverage(self._settings.layout, self.spec.num_tokens)
+            self.due_s = now_s + self._settings.connect_wait_s + 2 * self._settings.lease_s
 
     def alive(self, now_s: float) -> None:
         """The sender's beat names it: no news is not yet a loss."""
@@ -237,6 +276,8 @@ class ReceiveTransfer:
         detail = f"{self.life.state.name.lower()} for {self.life.age_s(now_s):.1f} s"
         if self.life.state is S.EXPECTED:
             self._fail(T.EXPIRE, "no_open", detail, None, now_s)
+        elif self.life.state is S.SEVERED:
+            self._fail(T.EXPIRE, "peer_lost", f"{detail}; lost: {self._lost_because}", None, now_s)
         elif self.life.state is S.OPENED:
             nack = Nack(self.spec.transfer_id, NackReason.BUSY, detail)
             self._fail(T.EXPIRE, "no_grant", detail, nack, now_s, busy=True)
@@ -254,9 +295,26 @@ class ReceiveTransfer:
             "due_in_s": round(self.due_s - now_s, 3),
             "num_frames": self._num_frames,
             "kv_bytes": self._kv_bytes,
+            "losses": self._num_losses,
             "ignored": self.life.num_ignored,
             "story": self.life.tell(),
         }
+
+    def _opened_again(self, now_s: float) -> None:
+        """OPEN came on another connection: the node is not asked twice, and its promise is told again."""
+        self._out.append(Emit(Reopened(self.spec.transfer_id, self._lost_because)))
+        if self._is_promised:
+            self.life.advance(T.GRANT, now_s)
+            self._tell_grant(now_s)
+
+    def _tell_grant(self, now_s: float) -> None:
+        # A sender that may send in 8 bits mostly does; the first frame says whether this one does.
+        self._missing_bytes = self._bytes_in(self._settings.wire_layout)
+        self._renew(now_s)
+        self._send(Grant(self.spec.transfer_id, self._skip_tokens))
+
+    def _bytes_in(self, layout: KvLayout) -> int:
+        return layout.range_bytes(range(layout.num_layers), self.spec.num_tokens - self._skip_tokens)
 
     def _renew(self, now_s: float) -> None:
         """Something came. The sender owns the wait for what is still computed; beats must not stretch it for ever."""
@@ -279,8 +337,8 @@ class ReceiveTransfer:
             return NackReason.ORDER, f"DATA while {self.life.state.name}"
         if message.attempt != self.spec.attempt:
             return NackReason.MISMATCH, f"attempt {message.attempt}, submitted is {self.spec.attempt}"
-        if message.sequence != self._num_frames:
-            return NackReason.GAP, f"frame {message.sequence}, expected {self._num_frames}"
+        if message.sequence != self._sequence:
+            return NackReason.GAP, f"frame {message.sequence}, expected {self._sequence}"
         taken = self._settings.taken_layout(message.dtype)
         if taken is None or message.heads != ALL_HEADS:
             return NackReason.LAYOUT, f"{message.dtype} of heads {message.heads}"
@@ -301,8 +359,8 @@ class ReceiveTransfer:
             return NackReason.ORDER, f"COMMIT while {self.life.state.name}"
         if message.attempt != self.spec.attempt:
             return NackReason.MISMATCH, f"attempt {message.attempt}, submitted is {self.spec.attempt}"
-        if message.num_frames != self._num_frames:
-            return NackReason.GAP, f"{message.num_frames} frames sent, {self._num_frames} came"
+        if message.num_frames != self._sequence:
+            return NackReason.GAP, f"{message.num_frames} frames sent, {self._sequence} came"
         if not message.tokens:
             return NackReason.INCOMPLETE, "no first token"
         missing = self._coverage.missing(self._skip_tokens)

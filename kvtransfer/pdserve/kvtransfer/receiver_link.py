@@ -12,6 +12,7 @@ from pdserve.kvtransfer.codec import NONCE_BYTES
 from pdserve.kvtransfer.events import PeerDown, PeerRefused, PeerUp
 from pdserve.kvtransfer.instructions import Emit, Send
 from pdserve.kvtransfer.messages import PROTOCOL_VERSION, Beat, Challenge, HeadRange, Hello, Refuse, Welcome
+from pdserve.kvtransfer.receive_window import ReceiveBudget, ReceiveWindow
 from pdserve.kvtransfer.receiver import ReceiveInstruction
 from pdserve.kvtransfer.settings import LinkSettings
 
@@ -62,13 +63,20 @@ RECEIVER_LINK_TABLE = TransitionTable(
 class ReceiverLink:
     """State of one connection. What follows from an event is appended to `out`."""
 
-    def __init__(self, route: Route, settings: LinkSettings, out: deque[ReceiveInstruction], now_s: float) -> None:
+    def __init__(
+        self,
+        route: Route,
+        settings: LinkSettings,
+        budget: ReceiveBudget,
+        out: deque[ReceiveInstruction],
+        now_s: float,
+    ) -> None:
         self.route = route
         self.life = LifeCycle(RECEIVER_LINK_TABLE, route.hex(), now_s)
         self.peer: Incarnation | None = None
         """Known from the first HELLO that passed all checks."""
-        self.window_limit = 0
-        self.received_bytes = 0
+        self._window: ReceiveWindow | None = None
+        self._budget = budget
         self._settings = settings
         self._out = out
         self._challenge = b""
@@ -97,6 +105,12 @@ class ReceiverLink:
     def due_s(self) -> float:
         """When `expire` wants to be called."""
         return min(self._due_s, self._heard_until_s) if self.is_up else self._due_s
+
+    @property
+    def window(self) -> ReceiveWindow:
+        """What may be under way; from WELCOME on."""
+        assert self._window is not None
+        return self._window
 
     def hello(self, message: Hello, peers: frozenset[Incarnation], now_s: float) -> bool:
         """HELLO came, for the first time or again. Return True if the link is to be welcomed now."""
@@ -128,7 +142,7 @@ class ReceiverLink:
         """The peer is known and fits."""
         if self.life.advance(T.WELCOME, now_s):
             assert self.peer is not None
-            self.window_limit = self._settings.window_bytes
+            self._window = self._budget.open(self.route)
             self._due_s = now_s + self._settings.beat_s
             self.heard(now_s)
             self._send_welcome()
@@ -155,15 +169,19 @@ class ReceiverLink:
         """This process itself was late by that much, so silence proves less."""
         self._heard_until_s += late_s
 
-    def consumed(self, num_bytes: int) -> bool:
-        """A payload came and is done with. Return False if it was beyond the window."""
-        self.received_bytes += num_bytes
-        if self.received_bytes > self.window_limit:
-            return False
-        # A quarter of the window: few beats, and the sender never waits for one.
-        if self.received_bytes + self._settings.window_bytes - self.window_limit >= self._settings.window_bytes // 4:
-            self._send_beat(())
-        return True
+    def needs(self, transfer_id: TransferId, num_bytes: int) -> None:
+        """A transfer on this link has that much to bring; with more than before, the window may have to grow at once."""
+        if self.window.set_need(transfer_id, num_bytes):
+            self.offer_window()
+
+    def offer_window(self) -> None:
+        """Tell the sender of its window if that grew by a quarter: few beats, and the sender never waits for one."""
+        if self.window.grow():
+            self.tell_window()
+
+    def tell_window(self) -> None:
+        """Tell the sender of its window."""
+        self._out.append(Send(self.route, Beat(self.window.limit)))
 
     def expire(self, parked: tuple[TransferId, ...], now_s: float) -> str | None:
         """Do what is due: beat, or give up. Return why the link is lost if it is."""
@@ -177,7 +195,8 @@ class ReceiverLink:
             self._out.append(Send(self.route, Refuse(("lease",), "nothing was heard", can_retry=True)))
             return "lease expired"
         self._due_s = now_s + self._settings.beat_s
-        self._send_beat(parked)
+        self.window.grow(least=0.0)
+        self._out.append(Send(self.route, Beat(self.window.limit, parked)))
         return None
 
     def describe(self, now_s: float) -> dict[str, object]:
@@ -186,8 +205,9 @@ class ReceiverLink:
             "link_from": self.peer.hex() if self.peer is not None else "",
             "state": self.life.state.name,
             "age_s": round(self.life.age_s(now_s), 3),
-            "received_bytes": self.received_bytes,
-            "window_limit": self.window_limit,
+            "received_bytes": 0 if self._window is None else self._window.received,
+            "window_limit": 0 if self._window is None else self._window.limit,
+            "needed_bytes": 0 if self._window is None else self._window.need_bytes,
             "story": self.life.tell(),
         }
 
@@ -209,6 +229,8 @@ class ReceiverLink:
 
     def _closed(self, was_up: bool, reason: str) -> None:
         self._due_s = float("inf")
+        if self._window is not None:
+            self._budget.close(self._window)
         if was_up and self.peer is not None:
             self._out.append(Emit(PeerDown(self.peer, reason)))
 
@@ -219,9 +241,5 @@ class ReceiverLink:
         if value is not None:
             proven = handshake.proof(value, handshake.WELCOME_LABEL, self._nonce, self.peer, mine)
         everything = (HeadRange(0, 0),)
-        welcome = Welcome(mine, everything, self._settings.reserve_policy, self.window_limit, proven)
+        welcome = Welcome(mine, everything, self._settings.reserve_policy, self.window.limit, proven)
         self._out.append(Send(self.route, welcome))
-
-    def _send_beat(self, parked: tuple[TransferId, ...]) -> None:
-        self.window_limit = self.received_bytes + self._settings.window_bytes
-        self._out.append(Send(self.route, Beat(self.window_limit, parked)))

@@ -29,6 +29,7 @@ from pdserve.kvtransfer.messages import (
     Open,
     Refuse,
 )
+from pdserve.kvtransfer.receive_window import ReceiveBudget
 from pdserve.kvtransfer.receiver import ReceiveInstruction, ReceiveState, ReceiveTransfer
 from pdserve.kvtransfer.receiver_link import ReceiverLink
 from pdserve.kvtransfer.settings import LinkSettings
@@ -45,6 +46,7 @@ class ReceiverTable:
         self._links: dict[Route, ReceiverLink] = {}
         self._transfers: dict[TransferId, ReceiveTransfer] = {}
         self._timers: Timers[TransferId] = Timers()
+        self._budget = ReceiveBudget(settings.base_window_bytes, settings.window_bytes, settings.receive_bytes)
         self._parked = ParkedOpens(min(settings.max_parked, MAX_BEAT_IDS), settings.park_s)
         self._tombstones = Tombstones(settings.max_tombstones, settings.tombstone_s)
         self.num_late = 0
@@ -156,6 +158,9 @@ class ReceiverTable:
                 self._transfer_message(link, message, now_s)
             case Data():
                 self._data(link, message, payload, now_s)
+                if link.is_up:
+                    link.offer_window()
+                self._tell_of_room()
             case Beat():
                 self._beat(link, message, now_s)
             case _:
@@ -228,12 +233,17 @@ class ReceiverTable:
         for transfer_id, transfer in self._transfers.items():
             assert not transfer.is_over, f"an ended transfer is kept: {transfer.life.tell()}"
             assert transfer_id in self._timers, f"no deadline: {transfer.life.tell()}"
-            is_opened = transfer.life.state is not ReceiveState.EXPECTED
-            assert not is_opened or transfer.route in self._links, "an opened transfer without its connection"
+            is_linked = transfer.life.state in (ReceiveState.OPENED, ReceiveState.GRANTED)
+            assert not is_linked or transfer.route in self._links, "an opened transfer without its connection"
+            is_severed = transfer.life.state is ReceiveState.SEVERED
+            assert not is_severed or transfer.route is None, "a severed transfer on a connection"
         assert len(self._timers) == len(self._transfers), "a deadline without a transfer"
         assert all(not link.is_over for link in self._links.values()), "a closed link is kept"
         up = [link.peer for link in self._links.values() if link.is_up]
         assert len(up) == len(set(up)), "two links from one peer"
+        self._budget.check_invariants()
+        num_pending = sum(not link.is_up for link in self._links.values())
+        assert num_pending <= self._settings.max_parked, "too many handshakes"
         assert len(self._parked) <= self._settings.max_parked, "too many parked OPENs"
         for transfer_id in self._parked.transfer_ids:
             assert transfer_id not in self._transfers, "a live transfer is parked too"
@@ -243,18 +253,33 @@ class ReceiverTable:
 
     def _hello(self, route: Route, link: ReceiverLink | None, message: Hello, now_s: float) -> None:
         if link is None:
-            pending = sum(not other.is_up for other in self._links.values())
-            if pending >= self._settings.max_parked:
-                self.num_strange += 1
-                return
-            link = self._links[route] = ReceiverLink(route, self._settings, self._out, now_s)
-        if link.hello(message, self._peers, now_s):
+            link = self._links[route] = ReceiverLink(route, self._settings, self._budget, self._out, now_s)
+        if link.hello(message, self._welcome_peers(), now_s):
             self._welcome(link, now_s)
         elif link.is_over:
             self._forget(link)
+        else:
+            self._bound_handshakes(now_s)
+
+    def _bound_handshakes(self, now_s: float) -> None:
+        """Of too many that are under way the oldest ends, so that those which go on are not kept out by some that do not.
+
+        Those that have proved all they can, and wait to be named, rank above the others.
+        """
+        pending = [link for link in self._links.values() if not link.is_up]
+        if len(pending) > self._settings.max_parked:
+            oldest = next((link for link in pending if not link.is_parked), pending[0])
+            oldest.refuse(("handshakes",), "too many are under way", True, now_s)
+            self.num_strange += 1
+            self._forget(oldest)
+
+    def _welcome_peers(self) -> frozenset[Incarnation]:
+        """Those that a router names, and those whose transfers it let stand when it named them no more."""
+        severed = {each.spec.peer for each in self._transfers.values() if each.life.state is ReceiveState.SEVERED}
+        return self._peers | severed
 
     def _welcome(self, link: ReceiverLink, now_s: float) -> None:
-        """A peer has one link: what it opened on an earlier connection is lost."""
+        """A peer has one link: what it opened on an earlier connection has to be opened again on this one."""
         for other in list(self._links.values()):
             if other is not link and other.peer == link.peer and not other.is_over:
                 self._link_lost(other, "superseded by a new connection", now_s)
@@ -270,9 +295,17 @@ class ReceiverTable:
     def _forget(self, link: ReceiverLink) -> None:
         self._links.pop(link.route, None)
         self._parked.drop_route(link.route)
+        self._tell_of_room()
+
+    def _tell_of_room(self) -> None:
+        """Bytes of the budget came back: others may have waited for them."""
+        for route in self._budget.told_of_room():
+            self._links[route].tell_window()
 
     def _refuse_if_unnamed(self, link: ReceiverLink, now_s: float) -> None:
-        if link.is_up and link.peer not in self._peers and not self._on(link):
+        if not link.is_up or link.peer in self._peers or self._on(link):
+            return
+        if link.peer not in self._welcome_peers():
             link.refuse(("peer",), "no router names this prefill node any more", True, now_s)
             self._forget(link)
 
@@ -321,7 +354,7 @@ class ReceiverTable:
         self._settle(transfer, now_s)
 
     def _data(self, link: ReceiverLink, message: Data, payload: memoryview, now_s: float) -> None:
-        in_window = link.consumed(message.num_bytes)
+        in_window = link.window.take(message.num_bytes)
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             self._not_live(link, message, now_s)
@@ -332,7 +365,7 @@ class ReceiverTable:
         if in_window:
             transfer.data(message, payload, now_s)
         else:
-            transfer.fault(NackReason.WINDOW, f"{link.received_bytes} of {link.window_limit} bytes", now_s)
+            transfer.fault(NackReason.WINDOW, f"{link.window.received} of {link.window.limit} bytes", now_s)
         self._settle(transfer, now_s)
 
     def _not_live(self, link: ReceiverLink, message: Open | Data | Commit | Abort, now_s: float) -> None:
@@ -360,6 +393,9 @@ class ReceiverTable:
     def _settle(self, transfer: ReceiveTransfer, now_s: float) -> None:
         """Bring timers and tables in line with a transfer that something happened to."""
         transfer_id = transfer.spec.transfer_id
+        link = self._links.get(transfer.route) if transfer.route is not None else None
+        if link is not None and link.is_up:
+            link.needs(transfer_id, transfer.missing_bytes)
         if not transfer.is_over:
             self._timers.set(transfer_id, transfer.due_s)
             return
@@ -367,6 +403,6 @@ class ReceiverTable:
             return
         self._timers.clear(transfer_id)
         self._tombstones.add(transfer_id, transfer.spec.peer, transfer.answer, now_s)
-        link = self._links.get(transfer.route) if transfer.route is not None else None
-        if link is not None:
-            self._refuse_if_unnamed(link, now_s)
+        if transfer.spec.peer not in self._peers:
+            for other in [each for each in self._links.values() if each.peer == transfer.spec.peer]:
+                self._refuse_if_unnamed(other, now_s)

@@ -11,8 +11,8 @@ from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.admission import Credentials, credentials
 from pdserve.kvtransfer.channel import Arrived, Channel, ChannelEvent, Connected, LendingChannel, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES, NONCE_BYTES, decode, encode
-from pdserve.kvtransfer.events import KvSource, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
-from pdserve.kvtransfer.herald import Herald
+from pdserve.kvtransfer.events import KvSource, Reopened, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
+from pdserve.kvtransfer.herald import Herald, log_reopened
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send, Trust
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.messages import Hello
@@ -124,7 +124,7 @@ class KvSendService:
         """Raise AssertionError if bookkeeping contradicts itself. Waits as `describe` does."""
         with self._loop.lock:
             self._shell.table.check_invariants()
-            assert self._shell.staging.leased_bytes <= self._settings.staging_bytes, "too much staging"
+            self._shell.staging.check_invariants()
 
     def _fail_overflowed(self, transfer_id: TransferId, now_s: float) -> None:
         self._overflowed.discard(transfer_id)
@@ -142,6 +142,7 @@ class _SendShell:
         self._admission_keys: Mapping[Incarnation, bytes] = {}
         self.staging = StagingPool(settings.staging_bytes // MAX_FRAME_BYTES, MAX_FRAME_BYTES)
         self._num_failed = 0
+        self._num_reopened = 0
         self.herald = Herald(on_event, self._measure_gauges)
         self._source = source
         self._clock = clock
@@ -172,6 +173,9 @@ class _SendShell:
             match instruction:
                 case Emit(event):
                     self._num_failed += isinstance(event, SendFailed) and not event.busy
+                    if isinstance(event, Reopened):
+                        self._num_reopened += 1
+                        log_reopened(event)
                     self.herald.announce(event)
                 case _ if self._is_channel_dropped:
                     pass
@@ -181,11 +185,12 @@ class _SendShell:
                     self._channel.trust(route)
                 case HangUp(route):
                     self._channel.disconnect(route)
+                    self.staging.forget(route)
                 case Send():
                     self._send(instruction, now_s)
 
     def work(self, now_s: float) -> bool:
-        plan = self.table.next_data(self.staging.has_room, now_s)
+        plan = self.table.next_data(self.staging, now_s)
         if plan is not None:
             self._send_data(plan, now_s)
         return plan is not None
@@ -219,8 +224,11 @@ class _SendShell:
         return None if key is None else credentials(key, settings.secret, settings.incarnation, peer)
 
     def _measure_gauges(self) -> dict[str, float]:
-        own = {"kv_staging_bytes": self.staging.leased_bytes, "kv_failed_total": self._num_failed}
-        return self.table.gauges() | own
+        return self.table.gauges() | {
+            "kv_staging_bytes": self.staging.leased_bytes,
+            "kv_failed_total": self._num_failed,
+            "kv_reopened_total": self._num_reopened,
+        }
 
     def _send(self, instruction: Send, now_s: float) -> None:
         try:
@@ -242,14 +250,14 @@ class _SendShell:
         slab: Slab | None = None
         payload = None if self._lender is None else self._lender.lend(route, frame.num_bytes)
         if payload is None:
-            slab = self.staging.lease()
+            slab = self.staging.lease(route, now_s)
             payload = slab.view(frame.num_bytes)
         begun_s = self._clock.now_s()
         try:
             self._source.pack(spec.transfer_id, frame.layers, frame.tokens, payload)
         except Exception as error:
             if slab is not None:
-                slab.release()
+                slab.release(now_s)
             _logger.exception("packing failed for transfer %s", spec.transfer_id.hex())
             self.table.fault(spec.transfer_id, "pack_failed", repr(error), now_s)
             return
@@ -260,12 +268,12 @@ class _SendShell:
         released = partial(self._released, slab, plan.link, route)
         if not self._channel.send_data(route, header, payload, released):
             if slab is not None:
-                slab.release()
+                slab.release(now_s)
             self.table.lost(route, "cannot send", now_s)
 
     def _released(self, slab: Slab | None, link: SenderLink, route: Route) -> None:
         if slab is not None:
-            slab.release()
+            slab.release(self._clock.now_s())
         self.table.data_released(link, route)
 
 

@@ -7,11 +7,20 @@ from enum import Enum, auto
 from pdserve.core.lifecycle import LifeCycle, TransitionTable
 from pdserve.core.work import SampledToken
 from pdserve.kvtransfer.channel import Route
-from pdserve.kvtransfer.events import Acked, Granted, SendClosed, SendEvent, SendFailed, TransferSpec, TransferStats
+from pdserve.kvtransfer.events import (
+    Acked,
+    Granted,
+    Reopened,
+    SendClosed,
+    SendEvent,
+    SendFailed,
+    TransferSpec,
+    TransferStats,
+)
 from pdserve.kvtransfer.framing import FramePlanner, FrameRange
 from pdserve.kvtransfer.instructions import Dial, Emit, HangUp, Send, Trust
 from pdserve.kvtransfer.messages import Abort, Commit, Data, Gone, Nack, NackReason, Open
-from pdserve.kvtransfer.settings import LinkSettings
+from pdserve.kvtransfer.settings import MAX_REOPENS, LinkSettings
 
 SendInstruction = Dial | Trust | HangUp | Send | Emit[SendEvent]
 
@@ -20,7 +29,7 @@ class SendState(Enum):
     """Where a transfer stands on the prefill node."""
 
     WAITING = auto()
-    """No usable link to the decode node yet."""
+    """No usable link to the decode node: not yet, or not any more."""
     OPENING = auto()
     """OPEN is sent; GRANT has not come."""
     STREAMING = auto()
@@ -64,10 +73,13 @@ _MOVES = (
         (S.STREAMING, T.READY): S.STREAMING,
         (S.STREAMING, T.COMMIT): S.COMMITTED,
         (S.COMMITTED, T.ACK): S.ACKED,
+        # COMMIT was said and answered on a connection that is lost; the OPEN on the next one gets the answer again.
+        (S.OPENING, T.ACK): S.ACKED,
     }
+    | {(state, T.LINK_LOST): S.WAITING for state in _LIVE[1:]}
     | {(state, T.ABORT): S.ABORTED for state in _LIVE}
     | {(state, event): S.FAILED for state in _LIVE for event in (T.LINK_REFUSED, T.EXPIRE, T.FAULT)}
-    | {(state, event): S.FAILED for state in _LIVE[1:] for event in (T.NACK, T.PEER_ABORT, T.GONE, T.LINK_LOST)}
+    | {(state, event): S.FAILED for state in _LIVE[1:] for event in (T.NACK, T.PEER_ABORT, T.GONE)}
 )
 
 SEND_TABLE = TransitionTable(
@@ -92,11 +104,19 @@ class SendTransfer:
         self._planner = FramePlanner(settings.wire_layout, spec.num_tokens)
         self._commit: Commit | None = None
         self._commit_asked_s = 0.0
+        self._was_commit_said = False
+        """On any connection: from then on the decode node may have adopted it."""
+        self._granted_skip: int | None = None
+        """What GRANT said; the decode node holds to it on each connection."""
         self._asked_since_s: float | None = None
         """When OPEN was first said, until GRANT comes."""
         self._deadline_s = now_s + settings.connect_wait_s
         self._repeat_s = float("inf")
         self._no_link_because = ""
+        self._num_losses = 0
+        self._lost_because = ""
+        self._sequence = 0
+        """Frames on this connection."""
         self._stalled_since_s: float | None = None
         self._num_frames = 0
         self._kv_bytes = 0
@@ -136,6 +156,8 @@ class SendTransfer:
         """The peer's link can be used: say OPEN."""
         if self.life.advance(T.LINK_UP, now_s):
             self.route = route
+            if self._num_losses:
+                self._out.append(Emit(Reopened(self.spec.transfer_id, self._lost_because)))
             self._asked_since_s = now_s
             # The receiver owns this wait and answers BUSY; this deadline is the backstop.
             self._deadline_s = now_s + self._settings.grant_wait_s + 2 * self._settings.lease_s
@@ -150,9 +172,14 @@ class SendTransfer:
         if skip_tokens > self.spec.num_tokens:
             self.fault("bad_grant", f"{skip_tokens} tokens to skip of {self.spec.num_tokens}", now_s)
             return
+        if self._granted_skip not in (None, skip_tokens):
+            self.fault("bad_grant", f"{skip_tokens} tokens to skip, before it was {self._granted_skip}", now_s)
+            return
         self._planner.skip(skip_tokens)
         self._deadline_s = now_s + self._settings.produce_wait_s
-        self._out.append(Emit(Granted(self.spec.transfer_id, skip_tokens)))
+        if self._granted_skip is None:
+            self._granted_skip = skip_tokens
+            self._out.append(Emit(Granted(self.spec.transfer_id, skip_tokens)))
         self._commit_if_drained(now_s)
 
     def mark_ready(self, layers: range, tokens: range, now_s: float) -> None:
@@ -203,7 +230,7 @@ class SendTransfer:
         return Data(
             transfer_id=self.spec.transfer_id,
             attempt=self.spec.attempt,
-            sequence=self._num_frames,
+            sequence=self._sequence,
             layers=frame.layers,
             tokens=frame.tokens,
             dtype=self._settings.wire_layout.dtype,
@@ -214,6 +241,7 @@ class SendTransfer:
     def sent(self, frame: FrameRange, pack_s: float, now_s: float) -> None:
         """The socket took `frame`; packing it took `pack_s`."""
         self._planner.take(frame)
+        self._sequence += 1
         self._num_frames += 1
         self._kv_bytes += frame.num_bytes
         self._pack_s += pack_s
@@ -222,8 +250,10 @@ class SendTransfer:
         self._commit_if_drained(now_s)
 
     def acked(self, now_s: float) -> None:
-        """ACK came."""
-        if self.life.advance(T.ACK, now_s):
+        """ACK came. Before any COMMIT it answers something that was never said."""
+        if self.life.state in (S.OPENING, S.STREAMING) and not self._was_commit_said:
+            self.fault("stale_answer", "ACK before COMMIT", now_s)
+        elif self.life.advance(T.ACK, now_s):
             self._exposed_s = now_s - self._commit_asked_s
             self._out.append(Emit(Acked(self.spec.transfer_id, self.stats)))
             self._close(now_s)
@@ -241,8 +271,21 @@ class SendTransfer:
         self._fail(T.GONE, f"gone_{gone.kind.name.lower()}", "", now_s)
 
     def link_lost(self, reason: str, now_s: float) -> None:
-        """The connection that it was opened on is lost."""
-        self._fail(T.LINK_LOST, "peer_lost", reason, now_s)
+        """The connection that it was opened on is lost: wait for the next one, on which everything is sent again.
+
+        The pool still holds it all, until `SendClosed`.
+        """
+        if self._num_losses == MAX_REOPENS:
+            self._fail(T.FAULT, "peer_lost", f"{reason}; its connection broke {MAX_REOPENS + 1} times", now_s)
+        elif self.life.advance(T.LINK_LOST, now_s):
+            self._num_losses += 1
+            self._lost_because = reason
+            self._end_waits(now_s)
+            self.route = None
+            self._sequence = 0
+            self._planner.rewind()
+            self._deadline_s = now_s + self._settings.connect_wait_s
+            self._repeat_s = float("inf")
 
     def link_failed_again(self, reason: str) -> None:
         """The link that it waits for could not be made; `reason` is told if it never can."""
@@ -272,8 +315,10 @@ class SendTransfer:
             return
         story = f"{self.life.state.name.lower()} for {self.life.age_s(now_s):.1f} s"
         if self.life.state is S.WAITING:
+            story += f"; lost: {self._lost_because}" if self._num_losses else ""
             story += self._no_link_because
-        reasons = {S.WAITING: "no_link", S.OPENING: "no_grant", S.STREAMING: "stalled", S.COMMITTED: "no_ack"}
+        no_link = "peer_lost" if self._num_losses else "no_link"
+        reasons = {S.WAITING: no_link, S.OPENING: "no_grant", S.STREAMING: "stalled", S.COMMITTED: "no_ack"}
         self._give_up(T.EXPIRE, reasons.get(self.life.state, "late"), story, now_s)
 
     def describe(self, now_s: float) -> dict[str, object]:
@@ -287,6 +332,7 @@ class SendTransfer:
             "due_in_s": round(self.due_s - now_s, 3),
             "num_frames": self._num_frames,
             "kv_bytes": self._kv_bytes,
+            "losses": self._num_losses,
             "ignored": self.life.num_ignored,
             "story": self.life.tell(),
         }
@@ -306,7 +352,8 @@ class SendTransfer:
     def _send_commit(self, now_s: float) -> None:
         assert self._commit is not None
         said = self._commit
-        self._send(Commit(said.transfer_id, said.attempt, self._num_frames, said.tokens, said.durations_s))
+        self._was_commit_said = True
+        self._send(Commit(said.transfer_id, said.attempt, self._sequence, said.tokens, said.durations_s))
         self._repeat_s = now_s + self._settings.lease_s
 
     def _send_abort(self, reason: str, finished: bool = False, busy: bool = False) -> None:
@@ -330,7 +377,7 @@ class SendTransfer:
     def _end_waits(self, now_s: float) -> None:
         """Count the time waited for a grant or for room, which ends by what was waited for or with the transfer."""
         if self._asked_since_s is not None:
-            self._grant_wait_s = now_s - self._asked_since_s
+            self._grant_wait_s += now_s - self._asked_since_s
         if self._stalled_since_s is not None:
             self._stalled_s += now_s - self._stalled_since_s
         self._asked_since_s = self._stalled_since_s = None

@@ -25,6 +25,7 @@ from pdserve.kvtransfer.messages import (
 from pdserve.kvtransfer.sender import SendInstruction, SendState, SendTransfer
 from pdserve.kvtransfer.sender_link import LinkState, SenderLink
 from pdserve.kvtransfer.settings import MAX_FRAMES_IN_SOCKET, LinkSettings
+from pdserve.kvtransfer.staging import StagingPool
 from pdserve.kvtransfer.timers import Timers
 
 
@@ -211,17 +212,20 @@ class SenderTable:
 
     # --- data ----------------------------------------------------------------------------------------------------------
 
-    def next_data(self, has_staging: bool, now_s: float) -> DataPlan | None:
+    def next_data(self, staging: StagingPool, now_s: float) -> DataPlan | None:
         """Choose the next frame, or None if nothing can be sent.
 
-        Links take turns. On a link, transfers whose prefill is complete go first, oldest first; the others take turns.
+        Links take turns, those that `staging` has a buffer for. On a link, transfers whose prefill is complete go first, oldest
+        first; the others take turns.
         """
         candidates = self._heads()
         links = list(candidates)
+        with_room = (link.route for link in links if link.has_room(candidates[link][1].num_bytes))
+        takers = staging.takers([route for route in with_room if route is not None], now_s) if links else []
         for offset in range(len(links)):
             link = links[(self._link_turn + offset) % len(links)]
             transfer, frame = candidates[link]
-            if not has_staging or not link.has_room(frame.num_bytes):
+            if link.route not in takers:
                 for waiting in self._on(link):
                     if waiting.stalled(now_s):
                         self._settle(waiting, now_s)

@@ -14,6 +14,9 @@ from pdserve.kvtransfer.messages import Offer
 MAX_FRAMES_IN_SOCKET = 4
 """DATA frames per peer that are inside its socket at once: control never waits behind more."""
 
+MAX_REOPENS = 3
+"""Connections that one transfer may lose before it fails: a link that breaks a fourth time within one prompt carries nothing."""
+
 
 @dataclass(frozen=True)
 class LinkSettings:
@@ -36,7 +39,7 @@ class LinkSettings:
     """A link is lost when nothing was heard for this long."""
     beat_s: float = 0.5
     connect_wait_s: float = 5.0
-    """Sender: an opened transfer waits this long for a usable link."""
+    """Sender, owner: an opened transfer waits this long for a usable link, also after it lost one."""
     open_wait_s: float = 600.0
     """Receiver: an expected transfer waits this long for OPEN; prompts may queue on the prefill node all that time."""
     grant_wait_s: float = 30.0
@@ -56,10 +59,12 @@ class LinkSettings:
 
     window_bytes: int = 64 << 20
     """Payload bytes that a sender may have under way on one link."""
+    receive_bytes: int = 256 << 20
+    """Receiver: payload bytes that may be under way on all links together, beyond two frames of each."""
     staging_bytes: int = 16 << 20
     """Sender: packed payload that no socket has taken yet, all links together."""
     max_parked: int = 256
-    """Parked OPENs, and apart from them parked HELLOs; further ones are answered GONE(unknown) or not at all."""
+    """Parked OPENs; further ones are answered GONE(unknown). Also handshakes under way; of those the oldest makes room."""
     max_tombstones: int = 4096
     max_waiting_marks: int = 65536
     """Ready marks on their way from the engine's thread; beyond it, the transfer that is marked fails by name."""
@@ -69,7 +74,7 @@ class LinkSettings:
         layout = self.layout
         faults = [
             f"{name} must be at least one frame of {MAX_FRAME_BYTES} bytes"
-            for name in ("window_bytes", "staging_bytes")
+            for name in ("window_bytes", "receive_bytes", "staging_bytes")
             if getattr(self, name) < MAX_FRAME_BYTES
         ]
         if self.wire_dtype and self.wire_dtype not in SMALL_DTYPES:
@@ -85,6 +90,11 @@ class LinkSettings:
             faults.append(f"lease_s ({self.lease_s}) must be at least three times beat_s ({self.beat_s})")
         if faults:
             raise ConfigError(faults)
+
+    @property
+    def base_window_bytes(self) -> int:
+        """What may be under way on any link at any time: with two frames, one may come while the other is waited for."""
+        return min(self.window_bytes, 2 * MAX_FRAME_BYTES)
 
     @cached_property
     def wire_layout(self) -> KvLayout:

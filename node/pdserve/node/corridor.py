@@ -50,6 +50,7 @@ def link_settings(settings: NodeSettings, engine: Engine, incarnation: Incarnati
         grant_wait_s=settings.grant_wait_s,
         transfer_idle_s=settings.transfer_idle_s,
         window_bytes=settings.kv_window_bytes,
+        receive_bytes=settings.kv_receive_bytes,
         staging_bytes=settings.kv_staging_bytes,
     )
 
