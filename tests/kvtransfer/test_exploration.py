@@ -72,7 +72,8 @@ def double_release(patch: Patch) -> None:
 
 
 def lost_window_update(patch: Patch) -> None:
-    patch.setattr(ReceiveWindow, "grow", lambda self, least=0.0: False)
+    patch.setattr(ReceiveWindow, "grow", lambda self: False)
+    patch.setattr(ReceiveWindow, "top_up", lambda self: None)
 
 
 def window_only_once(patch: Patch) -> None:

@@ -50,7 +50,7 @@ class TestWindow:
                 world.mark(transfer_id, range(layer, layer + 1), range(128 * chunk, 128 * chunk + 128))
         world.commit(transfer_id)
         assert sent == ROW.range_bytes(range(4), 1024)
-        assert limits[-1] - limits[0] >= sent - world.theirs.window_bytes // 4
+        assert sent <= limits[-1] <= sent + world.theirs.window_bytes
         assert world.sent_kinds(transfer_id) == ["Granted", "Acked", "SendClosed"]
 
     def test_a_closed_window_stalls_and_ends_by_name(self) -> None:

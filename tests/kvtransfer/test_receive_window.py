@@ -63,9 +63,34 @@ class TestOneLink:
         window.set_need(transfer(0), 5 * MIB)
         window.set_need(transfer(1), 4 * MIB)
         window.grow()
-        assert (window.limit, budget.leased_bytes) == (9 * MIB, 7 * MIB)
+        assert (window.limit, budget.leased_bytes) == (BASE + 9 * MIB, 9 * MIB)
         assert not window.set_need(transfer(1), 0), "less is no reason to tell"
-        assert not window.grow(0.0), "what was said stays said"
+        window.top_up()
+        assert window.limit == BASE + 9 * MIB, "what was said stays said"
+
+    def test_is_told_seldom(self) -> None:
+        """Many small transfers, eight in flight: each beat costs both sides as much as a small frame."""
+        budget, (window,) = make()
+        num_told = 0
+        for number in range(108):
+            window.set_need(transfer(number), MIB)
+            num_told += window.grow()
+            if number >= 8:
+                assert window.take(MIB), "and never too late"
+                window.set_need(transfer(number - 8), 0)
+                num_told += window.grow()
+        assert num_told <= 108 / 4
+        budget.check_invariants()
+
+    def test_is_told_in_time_for_the_next_frame(self) -> None:
+        _, (window,) = make()
+        window.set_need(transfer(0), 100 * MIB)
+        while window.need_bytes:
+            assert window.limit - window.received >= min(MIB, window.need_bytes)
+            num_bytes = min(MIB - 1, window.need_bytes)
+            assert window.take(num_bytes)
+            window.set_need(transfer(0), window.need_bytes - num_bytes)
+            window.grow()
 
     def test_gives_its_lease_back_as_bytes_come(self) -> None:
         budget, (window,) = make()
@@ -75,7 +100,7 @@ class TestOneLink:
             window.take(MIB)
             window.set_need(transfer(0), num_left * MIB)
             window.grow()
-            assert budget.leased_bytes == max(0, num_left * MIB - BASE)
+            assert budget.leased_bytes == num_left * MIB
         budget.check_invariants()
 
     def test_counts_what_an_aborted_transfer_left_until_it_is_used(self) -> None:
@@ -118,7 +143,8 @@ class TestOneLink:
         budget, (window,) = make()
         for _ in range(10):
             assert window.take(MIB)
-            assert window.grow()
+            assert not window.grow(), "nobody waits for it"
+            window.top_up()
             assert window.limit - window.received == BASE
         budget.check_invariants()
 
@@ -195,7 +221,7 @@ class TestManyLinks:
             elif act == "receive" and left[window]:
                 receive(window, is_lost)
             elif act == "beat":
-                window.grow(0.0)
+                window.top_up()
                 said(window, is_lost)
             budget.check_invariants()
             outstanding = sum(each.limit - each.received for each in windows)
@@ -205,7 +231,7 @@ class TestManyLinks:
                 break
             for window in windows:
                 # A periodic beat repeats what a lost one said.
-                window.grow(0.0)
+                window.top_up()
                 said(window, is_lost=False)
                 while left[window] and receive(window, is_lost=False):
                     budget.check_invariants()

@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import ConfigError
+from pdserve.core.ids import new_incarnation
 from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings, load_settings
 from pdserve.kvtransfer import nixl_engine
 from pdserve.kvtransfer.curve import listener_keys
@@ -14,7 +15,8 @@ from pdserve.kvtransfer.faults import FaultyChannel
 from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
 from pdserve.kvtransfer.zeromq import MANY_LENT, ZeroMqChannel
-from pdserve.node.corridor import corridor_channel
+from pdserve.node.corridor import corridor_channel, link_settings
+from tests.engine.small import small_engine
 
 SECRET = "a secret of the test"
 KINDS = pytest.mark.parametrize("kind", [PrefillSettings, DecodeSettings])
@@ -54,6 +56,15 @@ def test_the_transport_is_told_how_few_buffers_a_sender_has() -> None:
             assert isinstance(channel, ShapedChannel)
             assert isinstance(channel._inner, ZeroMqChannel)
             assert channel._inner._many_lent == many
+
+
+@KINDS
+def test_the_corridor_is_told_the_bounds_of_kv(kind: type[NodeSettings]) -> None:
+    given = {"kv_window_bytes": 5 << 20, "kv_receive_bytes": 7 << 20, "kv_staging_bytes": 3 << 20}
+    link = link_settings(load_settings(kind, given), small_engine(), new_incarnation())
+    assert (link.window_bytes, link.receive_bytes, link.staging_bytes) == (5 << 20, 7 << 20, 3 << 20)
+    with pytest.raises(ConfigError, match="receive_bytes"):
+        link_settings(load_settings(kind, {"kv_receive_bytes": 1000}), small_engine(), new_incarnation())
 
 
 @KINDS

@@ -14,9 +14,10 @@ Inside, from the wire up: `wire`, `messages`, `codec` (frames); `settings` (the 
 `admission`, `doorkeeper`, `strangers` (who may come in); `channel`, `inprocess`, `zeromq`, `curve` (transports);
 `shared_memory`, `shared_channel` (payloads inside one host); `nixl_engine`, `nixl_reads`, `nixl_channel` (payloads by RDMA);
 `lent_slots` (what both of these send from); `holding`, `shaping`, `faults` (decorators of any transport, for experiments);
-`framing`, `coverage`, `handshake`, `memory`, `timers`, `staging`; `sender`, `sender_link`, `sender_table` and `receiver`,
-`receiver_link`, `receiver_table` (machines without sockets or clocks, each with its transition table, which answer in
-`instructions`); `fair_lock`, `herald`, `io_loop`, `send_service`, `receive_service` (the shells).
+`framing`, `coverage`, `handshake`, `memory`, `timers`; `staging`, `receive_window` (who may use how much of what all share);
+`sender`, `sender_link`, `sender_table` and `receiver`, `receiver_link`, `receiver_table` (machines without sockets or clocks,
+each with its transition table, which answer in `instructions`); `fair_lock`, `herald`, `io_loop`, `send_service`,
+`receive_service` (the shells).
 
 Places kept for later: `Data.heads` and `Welcome.endpoints` (head ranges), `Channel` (other transports).
 """

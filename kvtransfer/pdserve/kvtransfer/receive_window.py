@@ -37,9 +37,11 @@ class ReceiveWindow:
     def set_need(self, transfer_id: TransferId, num_bytes: int) -> bool:
         """Say what a transfer still has to bring, 0 if nothing. Return whether it is more than before."""
         more = num_bytes - self._needs.get(transfer_id, 0)
-        if more:
-            self._budget.count_need(before=self._need_bytes, after=self._need_bytes + more)
-            self._need_bytes += more
+        if not more:
+            return False
+        before, self._need_bytes = self._need_bytes, self._need_bytes + more
+        if not before or not self._need_bytes:
+            self._budget.count_need(before=before, after=self._need_bytes)
         if num_bytes:
             self._needs[transfer_id] = num_bytes
         else:
@@ -48,25 +50,44 @@ class ReceiveWindow:
 
     def take(self, num_bytes: int) -> bool:
         """A payload came and is done with. Return False if it was beyond the window."""
-        before = self.leased_bytes
+        before = self.limit - self.received
         self.received += num_bytes
-        self._budget.count_lease(self.leased_bytes - before)
-        return self.received <= self.limit
+        if before > self._budget.base_bytes:
+            self._budget.count_lease(-min(num_bytes, before - self._budget.base_bytes))
+        return num_bytes <= before
 
-    def grow(self, least: float = 0.25) -> bool:
-        """Move the limit as far as it may go now; not by less than that share of the window, since each step costs a beat.
+    def grow(self) -> bool:
+        """Move the limit as far as it may go now, if that is worth a beat. Return whether it moved.
 
-        Return whether it moved. A link that could use more than the budget has left is noted, and told when there is room.
+        It is worth one when the next frame may not fit, and else when the limit moves by a quarter of the window; of a small
+        one by half. A link that could use more than the budget has left is noted, and told when there is room.
         """
+        under_way, base = self.limit - self.received, self._budget.base_bytes
+        need = self._need_bytes
+        frame_may_not_fit = under_way < min(need, base // 2)
+        if not need or (not frame_may_not_fit and base + need - under_way < base // 2):
+            # Most often: it may bring already whatever it needs to.
+            self._budget.note(self, is_short=False, has_grown=False)
+            return False
+        target, is_short = self._budget.target(self)
+        growth, worth_it = target - under_way, max(target // 4, min(target // 2, 2 * base))
+        has_grown = growth > 0 and (growth >= worth_it or frame_may_not_fit)
+        self._move(growth if has_grown else 0)
+        self._budget.note(self, is_short, has_grown)
+        return has_grown
+
+    def top_up(self) -> None:
+        """Move the limit as far as it may go now, for a beat that goes anyway: at least the base may be under way after it."""
         target, is_short = self._budget.target(self)
         growth = self.received + target - self.limit
-        has_grown = growth >= max(1, int(least * target))
-        if has_grown:
+        self._move(max(0, growth))
+        self._budget.note(self, is_short, growth > 0)
+
+    def _move(self, growth: int) -> None:
+        if growth:
             before = self.leased_bytes
             self.limit += growth
             self._budget.count_lease(self.leased_bytes - before)
-        self._budget.note(self, is_short, has_grown)
-        return has_grown
 
 
 class ReceiveBudget:
@@ -95,9 +116,14 @@ class ReceiveBudget:
         self.count_lease(-window.leased_bytes)
         self.count_need(before=window.need_bytes, after=0)
 
+    @property
+    def has_room_for_others(self) -> bool:
+        """Whether links came off short, and something came back since."""
+        return bool(self._short) and self.leased_bytes < self._budget_bytes
+
     def told_of_room(self) -> Iterator[Route]:
         """Grow windows that came off short, as long as there is room, and yield whose limit has to be told."""
-        while self._short and self.leased_bytes < self._budget_bytes:
+        while self.has_room_for_others:
             window = next(iter(self._short))
             if window.grow():
                 yield window.route
@@ -107,7 +133,7 @@ class ReceiveBudget:
 
     def target(self, window: ReceiveWindow) -> tuple[int, bool]:
         """Return what may be under way on a link now, and whether it could use more than is left for it."""
-        wanted = max(self.base_bytes, min(window.need_bytes, self._window_bytes))
+        wanted = min(self.base_bytes + window.need_bytes, self._window_bytes)
         share = self._budget_bytes // max(1, self._num_needing)
         left = window.leased_bytes + self._budget_bytes - self.leased_bytes
         most = min(wanted, self.base_bytes + share)
@@ -115,7 +141,7 @@ class ReceiveBudget:
 
     def note(self, window: ReceiveWindow, is_short: bool, has_grown: bool) -> None:
         """Remember a link that came off short, behind all others if it got something; forget one that did not."""
-        if has_grown or not is_short:
+        if self._short and (has_grown or not is_short):
             self._short.pop(window, None)
         if is_short:
             self._short.setdefault(window)

@@ -175,7 +175,7 @@ class ReceiverLink:
             self.offer_window()
 
     def offer_window(self) -> None:
-        """Tell the sender of its window if that grew by a quarter: few beats, and the sender never waits for one."""
+        """Tell the sender of its window when it is time: few beats, and the sender never waits for one."""
         if self.window.grow():
             self.tell_window()
 
@@ -195,7 +195,7 @@ class ReceiverLink:
             self._out.append(Send(self.route, Refuse(("lease",), "nothing was heard", can_retry=True)))
             return "lease expired"
         self._due_s = now_s + self._settings.beat_s
-        self.window.grow(least=0.0)
+        self.window.top_up()
         self._out.append(Send(self.route, Beat(self.window.limit, parked)))
         return None
 

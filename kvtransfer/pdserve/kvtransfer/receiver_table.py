@@ -299,8 +299,9 @@ class ReceiverTable:
 
     def _tell_of_room(self) -> None:
         """Bytes of the budget came back: others may have waited for them."""
-        for route in self._budget.told_of_room():
-            self._links[route].tell_window()
+        if self._budget.has_room_for_others:
+            for route in self._budget.told_of_room():
+                self._links[route].tell_window()
 
     def _refuse_if_unnamed(self, link: ReceiverLink, now_s: float) -> None:
         if not link.is_up or link.peer in self._peers or self._on(link):

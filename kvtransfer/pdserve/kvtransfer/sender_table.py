@@ -220,8 +220,12 @@ class SenderTable:
         """
         candidates = self._heads()
         links = list(candidates)
-        with_room = (link.route for link in links if link.has_room(candidates[link][1].num_bytes))
-        takers = staging.takers([route for route in with_room if route is not None], now_s) if links else []
+        with_room = [
+            link.route
+            for link, (_, frame) in candidates.items()
+            if link.route is not None and link.has_room(frame.num_bytes)
+        ]
+        takers = staging.takers(with_room, now_s) if with_room else []
         for offset in range(len(links)):
             link = links[(self._link_turn + offset) % len(links)]
             transfer, frame = candidates[link]

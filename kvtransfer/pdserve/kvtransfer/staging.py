@@ -77,6 +77,8 @@ class StagingPool:
         num_free, reserve = self._num_slabs - self._num_leased, self._num_slabs // 4
         if not num_free:
             return []
+        if self._num_leased < self._num_slabs // 2:
+            return list(wanting)
         slow = {route for route, holder in self._holders.items() if holder.is_slow(now_s)}
         may_take = list(wanting)
         if sum(map(self._num_held, slow)) >= max(1, self._num_slabs // 2):
