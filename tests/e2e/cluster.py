@@ -21,7 +21,7 @@ from pdserve.client.cluster import ClusterState
 from pdserve.client.request import Prompt
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.rpc.options import channel_options
-from pdserve.rpc.secret import secret_metadata
+from pdserve.rpc.tickets import ticket_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,9 +110,8 @@ class Cluster:
         """Ask a node for its debug dump."""
         async with grpc.aio.insecure_channel(self.nodes[name].grpc, options=channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            return await stub.GetState(
-                node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=secret_metadata(self.secret)
-            )
+            ticket = await ticket_metadata(stub, self.secret, "GetState", DEADLINE_S)
+            return await stub.GetState(node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=ticket)
 
     async def gauge(self, node: str, name: str) -> float:
         """Return one gauge of a node."""
