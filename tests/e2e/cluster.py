@@ -278,10 +278,14 @@ async def start_cluster(
     decode: tuple[tuple[str, ...], ...] = ((),),
     router: tuple[str, ...] = (),
     secret: str | None = None,
+    is_told: bool = True,
 ) -> AsyncIterator[Cluster]:
-    """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
+    """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left.
+
+    With `is_told` false the options say themselves where the secret comes from.
+    """
     cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()))
-    guard = () if secret is None else ("--cluster-secret", secret)
+    guard = ("--cluster-secret", secret) if secret is not None and is_told else ()
     try:
         for number, options in enumerate(prefill):
             cluster.start_node("prefill", f"prefill{number}", *options, *guard)

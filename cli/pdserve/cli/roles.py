@@ -63,7 +63,7 @@ def start_logs(settings: ProcessSettings) -> None:
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     set_up_logs(settings.table, settings.log_format, settings.log_level)
-    for warning in environment_warnings().values():
+    for warning in (*environment_warnings().values(), *settings.warnings):
         logger.warning("%s", warning)
 
 
