@@ -145,9 +145,9 @@ def test_a_change_is_taken_at_the_second_look(watch: tuple[SecretWatch, ClusterS
     look()
     write(file, f"{OLD}\n{NEW}")
     look()
-    assert secret.accepted == (OLD.encode(),)
+    assert list(secret.accepted) == [OLD.encode()]
     look()
-    assert secret.accepted == (OLD.encode(), NEW.encode())
+    assert list(secret.accepted) == [OLD.encode(), NEW.encode()]
     write(file, f"{NEW}\n{OLD}")
     look()
     look()

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.cli.child import Child, ChildDied, ProcessPlan
@@ -11,6 +11,7 @@ from pdserve.cli.events import Exited, Ready, Reporter, Restarting, Started, Wai
 from pdserve.cli.exit_codes import ExitCode
 from pdserve.cli.restarts import RestartPolicy
 from pdserve.core.errors import AddressInUse
+from pdserve.core.handed_secret import HandedSecret
 
 POLL_S = 0.2
 TELL_EVERY_S = 5.0
@@ -32,7 +33,8 @@ class ClusterFailed(Exception):
 class ClusterPlan:
     """The processes of a cluster and its deadlines, seconds. `port` and `http_port` are the router's; 0 takes a free one.
 
-    Without `http_port` the router is told none. `stop_grace_s` is what processes get beyond the drain to tell their clients, and
+    Without `http_port` the router is told none. `secret` is handed to every process, also to one that is started again; None
+    where each has one from its settings. `stop_grace_s` is what processes get beyond the drain to tell their clients, and
     to end by themselves.
     """
 
@@ -41,6 +43,7 @@ class ClusterPlan:
     host: str = "127.0.0.1"
     port: int = 50_051
     http_port: int | None = None
+    secret: HandedSecret | None = None
     drain_s: float = 30.0
     stop_grace_s: float = 10.0
     listen_wait_s: float = 120.0
@@ -68,8 +71,16 @@ class Member:
 class Supervisor:
     """Runs one `plan`. The caller ends it with `drain` or `kill`, on every path."""
 
-    def __init__(self, plan: ClusterPlan, reporter: Reporter, probe: Probe) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        reporter: Reporter,
+        probe: Probe,
+        on_addresses: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        """`on_addresses` is told the gRPC addresses that are known, whenever a process listens."""
         self._plan = plan
+        self._on_addresses = on_addresses
         self._reporter = reporter
         self._probe = probe
         self._router = Member(plan.router, plan.restarts())
@@ -145,18 +156,21 @@ class Supervisor:
         """Start one member, at its old addresses if it had some, and wait until it listens."""
         child = Child(member.plan, self._reporter.log)
         member.child = child
-        await child.start(self._arguments(member))
+        await child.start(self._arguments(member), () if self._plan.secret is None else (self._plan.secret.fd,))
         try:
             member.addresses = await child.addresses(self._plan.listen_wait_s)
         except ChildDied as death:
             if death.status is not None:
                 self._report_end(member, death.status)
             raise
+        self._on_addresses([its.addresses["grpc"] for its in self._members if "grpc" in its.addresses])
         self._reporter.event(Started(member.plan.name, member.plan.role, child.pid, dict(member.addresses)))
 
     def _arguments(self, member: Member) -> list[str]:
         first_port = self._plan.port if member is self._router else 0
         arguments = ["--host", self._plan.host, "--port", str(port_of(member.addresses, "grpc", first_port))]
+        if self._plan.secret is not None:
+            arguments += ["--cluster-secret-fd", str(self._plan.secret.fd)]
         if "kv" in member.addresses:
             arguments += ["--kv-port", str(port_of(member.addresses, "kv", 0))]
         if member is self._router:

@@ -172,6 +172,11 @@ class ProcessSettings(BaseSettings):
         """The cluster secret: one object for the whole process."""
         return self._secret
 
+    @property
+    def has_own_secret(self) -> bool:
+        """Whether a secret was set, rather than handed on by a supervisor."""
+        return self.cluster_secret is not None or self.cluster_secret_file is not None
+
     def take_secret(self, secret: ClusterSecret) -> None:
         """Take a secret that was found elsewhere; only before anything has read it, and where none was set."""
         assert self._secret is None, "there is a secret"
