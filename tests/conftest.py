@@ -1,15 +1,19 @@
-"""What holds for every test: clusters do not meet at the default HTTP port, torch computes in one thread, and waits end."""
+"""What holds for every test: clusters do not meet at a port or by a secret, torch computes in one thread, and waits end."""
 
 import asyncio
 import functools
 import inspect
 import os
+import tempfile
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec
 
 import pytest
 
 os.environ.setdefault("PDSERVE_HTTP_PORT", "0")
+# Clusters of other users of this account are not found, nor do they find those of the tests.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="pdserve-tests-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 # Tiny models gain nothing from threads, and on a busy machine torch's threads wait for each other: minutes instead of seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -10,6 +10,7 @@ import typer
 from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
 from pdserve.cli.settings_options import command_of
 from pdserve.core.errors import ConfigError
+from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.settings import (
     DecodeSettings,
     PrefillSettings,
@@ -282,3 +283,21 @@ def test_cluster_tells_all_faults_at_once_with_where_they_came_from(tmp_path: Pa
 def test_set_that_means_nothing_is_refused(text: str) -> None:
     (fault,) = parse_sets([text]).faults
     assert text.partition("=")[0] in fault
+
+
+def test_a_local_cluster_hands_its_secret_on_unless_one_is_configured(tmp_path: Path) -> None:
+    """Encryption of KV too works with it."""
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text("configured", encoding="utf-8")
+    with HandedSecret() as secret:
+        planned = plan_cluster(ClusterOptions(sets=("kv_encryption=curve",)), secret)
+        assert planned.plan.secret is secret
+        words = [word for process in (planned.plan.router, *planned.plan.nodes) for word in process.command]
+        assert not any(secret.value.decode() in word for word in words)
+        for own in (f"cluster_secret_file={file}", "cluster_secret=configured"):
+            assert plan_cluster(ClusterOptions(sets=(own,)), secret).plan.secret is None
+    with pytest.raises(ConfigError, match="needs cluster_secret"):
+        plan_cluster(ClusterOptions(sets=("kv_encryption=curve",)))
+    (fault,) = parse_sets(["cluster_secret_fd=3"]).faults
+    assert "decides cluster_secret_fd itself" in fault

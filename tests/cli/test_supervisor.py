@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +22,7 @@ from pdserve.cli.restarts import RestartPolicy
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
 from pdserve.core.errors import AddressInUse, NoNodes
+from pdserve.core.handed_secret import HandedSecret
 from tests.cli.stub_supervisor import always_ready, stub_plan
 
 DEADLINE_S = 30.0
@@ -69,10 +71,12 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def running(plan: ClusterPlan) -> AsyncIterator[tuple[Supervisor, Recorder, asyncio.Task[None]]]:
+async def running(
+    plan: ClusterPlan, on_addresses: Callable[[Sequence[str]], None] = lambda _: None
+) -> AsyncIterator[tuple[Supervisor, Recorder, asyncio.Task[None]]]:
     """A supervisor at work; afterwards no process of it is left."""
     recorder = Recorder()
-    supervisor = Supervisor(plan, recorder, always_ready)
+    supervisor = Supervisor(plan, recorder, always_ready, on_addresses)
     task = asyncio.create_task(supervisor.run())
     try:
         yield supervisor, recorder, task
@@ -89,8 +93,12 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def file_of(pid: int, name: str) -> bytes:
+    return Path(f"/proc/{pid}/{name}").read_bytes()
+
+
 def environment_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    return file_of(pid, "environ")
 
 
 def pids(recorder: Recorder) -> dict[str, int]:
@@ -110,6 +118,22 @@ async def test_router_is_told_the_nodes_addresses_and_each_process_has_its_own_g
         assert supervisor.address == next(
             e.addresses["grpc"] for e in recorder.events if isinstance(e, Started) and e.name == "router"
         )
+
+
+@pytest.mark.asyncio
+async def test_a_secret_is_handed_on_by_descriptor_alone_also_to_a_process_that_is_started_again() -> None:
+    told: list[Sequence[str]] = []
+    with HandedSecret() as secret:
+        async with running(replace(stub_plan(), secret=secret), told.append) as (supervisor, recorder, _):
+            await recorder.seen("ready")
+            os.kill(pids(recorder)["prefill-0"], signal.SIGKILL)
+            await recorder.seen("started", 3)
+            for pid in pids(recorder).values():
+                assert file_of(pid, f"fd/{secret.fd}") == secret.value
+                assert secret.value not in file_of(pid, "cmdline") + file_of(pid, "environ")
+            assert len(told[-1]) == 2
+            assert supervisor.address in told[-1]
+            assert not any(secret.value.decode() in line for line in recorder.logs)
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,7 @@ from pdserve.client.cluster import ClusterState
 from pdserve.client.request import Prompt
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.rpc.options import channel_options
-from pdserve.rpc.secret import secret_metadata
+from pdserve.rpc.tickets import ticket_metadata
 from pdserve.rpc.tls import open_async_channel
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
@@ -113,9 +113,8 @@ class Cluster:
         tls = None if self.tls is None else self.tls.material()
         async with open_async_channel(self.nodes[name].grpc, tls, channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            return await stub.GetState(
-                node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=secret_metadata(self.secret)
-            )
+            ticket = await ticket_metadata(stub, self.secret, "GetState", DEADLINE_S)
+            return await stub.GetState(node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=ticket)
 
     async def gauge(self, node: str, name: str) -> float:
         """Return one gauge of a node."""
@@ -283,10 +282,14 @@ async def start_cluster(
     router: tuple[str, ...] = (),
     secret: str | None = None,
     tls: Tls | None = None,
+    is_told: bool = True,
 ) -> AsyncIterator[Cluster]:
-    """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left."""
+    """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left.
+
+    With `is_told` false the options say themselves where the secret comes from.
+    """
     cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()), tls)
-    guard = () if secret is None else ("--cluster-secret", secret)
+    guard = ("--cluster-secret", secret) if secret is not None and is_told else ()
     try:
         for number, options in enumerate(prefill):
             cluster.start_node("prefill", f"prefill{number}", *options, *guard)

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.client import Answer, Chat, Options, Turn
 from pdserve.core.cluster_secret import ClusterSecret
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError, Unauthenticated
 from pdserve.node.process import EXIT_STUCK
 from tests.e2e.cluster import DEADLINE_S, Cluster, first_of, start_cluster, until
 from tests.e2e.tiny_model import decided_prompts, expected_tokens, prompt_ids
@@ -223,6 +223,9 @@ async def test_a_secret_keeps_strangers_out(tiny: Path, tmp_path: Path) -> None:
         assert (await cluster.answer(tuple(prompt), options)).token_ids == expected_tokens(tiny, prompt, NUM_TOKENS)[0]
         await cluster.leak_oracle()
         cluster.secret = ClusterSecret(b"a guess")
+        with pytest.raises(Unauthenticated, match="does not prove"):
+            await cluster.node_state("decode0")
+        cluster.secret = None
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await cluster.node_state("decode0")
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED

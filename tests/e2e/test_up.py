@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -12,13 +13,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
 from pdserve.client import AsyncClient, Options
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import AddressInUse
+from pdserve.core.run_secret import find
+from pdserve.rpc.options import channel_options
 from pdserve.rpc.ports import check_port
-from tests.e2e.cluster import DEADLINE_S, ROOT, START_S, start_cluster, until
+from pdserve.rpc.tickets import ticket_metadata
+from pdserve.v1 import node_pb2, node_pb2_grpc
+from tests.e2e.cluster import DEADLINE_S, ROOT, START_S, start_cluster, start_process, until
 from tests.e2e.tiny_model import expected_tokens, prompt_ids
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio]
@@ -91,6 +98,7 @@ async def test_a_killed_supervisor_leaves_no_children(tiny: Path) -> None:
 
         await until(gone, "the children are gone")
         await until(is_free, "the port is free")
+        assert find([cluster.address]).run is None, "what is left of the run is no secret of anybody"
 
 
 async def test_a_killed_node_is_restarted_and_the_first_signal_drains(tiny: Path) -> None:
@@ -111,6 +119,76 @@ async def test_a_killed_node_is_restarted_and_the_first_signal_drains(tiny: Path
         cluster.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(DEADLINE_S):
             assert await cluster.process.wait() == 0
+
+
+def assert_hidden(secret: bytes, processes: list[psutil.Process]) -> None:
+    """Neither command line nor environment shows the secret to anybody."""
+    for process in processes:
+        for what in ("cmdline", "environ"):
+            assert secret not in Path(f"/proc/{process.pid}/{what}").read_bytes(), (process, what)
+
+
+async def get_state(address: str, secret: ClusterSecret | None) -> node_pb2.GetStateResponse:
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        ticket = await ticket_metadata(stub, secret, "GetState", DEADLINE_S)
+        return await stub.GetState(node_pb2.GetStateRequest(), timeout=DEADLINE_S, metadata=ticket)
+
+
+async def test_a_cluster_makes_a_secret_of_its_own_that_only_its_user_finds(tiny: Path, tmp_path: Path) -> None:
+    """Without one a local user could attach to its nodes, name an address of his, and have other users' KV sent there."""
+    async with up(tiny) as cluster:
+        started = await cluster.until_event("started", 3)
+        addresses = {str(event["role"]): str(event["addresses"]["grpc"]) for event in started}
+        run = find([]).run
+        assert run is not None
+        assert run.addresses == set(addresses.values())
+        assert stat.S_IMODE(run.path.stat().st_mode) == 0o600
+        secret = run.secret.proving
+        assert len(secret) == 64
+        assert_hidden(secret, [psutil.Process(cluster.process.pid), *cluster.children()])
+        await get_state(addresses["decode"], run.secret)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await get_state(addresses["decode"], None)
+        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        [decode] = [event for event in started if event["role"] == "decode"]
+        os.kill(int(decode["pid"]), signal.SIGKILL)
+        await cluster.until_event("started", 4)
+        assert_hidden(secret, cluster.children())
+        # Two processes that the same user starts by hand: a node, and a router over the old and the new node.
+        node = start_process("by-hand", ["decode", "--model", str(tiny), "--port", "0"], tmp_path)
+        pool = ["--prefill", addresses["prefill"], "--decode", f"{addresses['decode']},{node.grpc}"]
+        router = start_process("router", ["router", "--model", str(tiny), "--port", "0", *pool], tmp_path)
+        try:
+            async with AsyncClient(router.grpc) as client:
+
+                async def ready() -> bool:
+                    nodes = (await client.cluster_state()).nodes
+                    return [node.state for node in nodes] == ["ready"] * 3
+
+                await until(ready, "all three nodes are ready", START_S)
+            for address in (cluster.address, router.grpc):
+                await answer(address, tiny)
+        finally:
+            router.kill()
+            node.kill()
+        assert not any(secret.decode() in json.dumps(event) for event in cluster.events)
+        cluster.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(DEADLINE_S):
+            await cluster.process.wait()
+        assert not run.path.exists()
+
+
+async def test_a_cluster_with_a_configured_secret_makes_none(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text("the configured secret of the test")
+    async with up(tiny, "--set", f"cluster_secret_file={file}") as cluster:
+        assert find([cluster.address]).run is None
+        started = await cluster.until_event("started", 3)
+        [decode] = [str(event["addresses"]["grpc"]) for event in started if event["role"] == "decode"]
+        await get_state(decode, ClusterSecret(b"the configured secret of the test"))
+        await answer(cluster.address, tiny)
 
 
 async def test_a_busy_port_is_named_before_anything_starts(tiny: Path) -> None:

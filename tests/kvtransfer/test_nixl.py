@@ -161,6 +161,24 @@ def test_another_secret_goes_without_and_nothing_of_it_is_parsed(
         assert (end.gauges()["kv_nixl_fallbacks_total"], end.gauges()["kv_nixl_links"]) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [((b"old",), (b"old", b"new")), ((b"old", b"new"), (b"new", b"old")), ((b"new",), (b"new", b"old"))],
+)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_ends_that_are_one_step_of_a_change_apart_go_by_nixl(
+    by_nixl: Callable[..., NixlChannel], theirs: tuple[bytes, ...], ours: tuple[bytes, ...], is_swapped: bool
+) -> None:
+    """The value was copied when the channel was made."""
+    secrets = ClusterSecret(b"before"), ClusterSecret(b"before")
+    listener, dialler = (by_nixl(secret) for secret in secrets)
+    for secret, values in zip(secrets, (ours, theirs) if is_swapped else (theirs, ours), strict=True):
+        secret.replace(*values)
+    route = meet(listener, dialler)
+    assert dialler.lend(route, 10) is not None
+    assert dialler.gauges()["kv_nixl_fallbacks_total"] == 0
+
+
 def test_memory_that_nobody_described_falls_back(by_nixl: Callable[..., NixlChannel]) -> None:
     """The proof is read from the memory itself: an address beside what NIXL was told of is refused, by name."""
     listener, dialler = by_nixl(), by_nixl()

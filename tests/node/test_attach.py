@@ -16,15 +16,12 @@ from pdserve.core.work import SampledToken
 from pdserve.node.attach import StreamSettings
 from pdserve.node.service import NodeServicer
 from pdserve.rpc.options import channel_options
-from pdserve.rpc.secret import secret_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
+from tests.node.greeter import DEADLINE_S, Call, greet, read
 from tests.node.scripted_desk import ScriptedDesk
-from tests.node.works import DECODE, PREFILL, ROUTER, leg
+from tests.node.works import DECODE, PREFILL, leg
 
 pytestmark = pytest.mark.asyncio
-
-DEADLINE_S = 20.0
-Call = grpc.aio.StreamStreamCall[node_pb2.AttachRequest, node_pb2.AttachResponse]
 
 
 @dataclass
@@ -36,22 +33,21 @@ class Node:
     channel: grpc.aio.Channel
 
     async def attach(self, number: int = 1, secret: ClusterSecret | None = None) -> Call:
-        """Open a stream, say hello, and read the node's hello."""
-        call = node_pb2_grpc.NodeServiceStub(self.channel).Attach(metadata=secret_metadata(secret))
-        hello = node_pb2.RouterHello(incarnation=ROUTER, stream_number=number, lease_s=1)
-        await call.write(node_pb2.AttachRequest(hello=hello))
-        assert (await read(call)).WhichOneof("message") == "hello"
+        """Open a stream, say hello, prove the secret, and read the node's hello."""
+        call = node_pb2_grpc.NodeServiceStub(self.channel).Attach()
+        await greet(call, secret, number=number)
         return call
 
 
 @asynccontextmanager
 async def served(
-    *, lease_s: float = 10.0, max_waiting: int = 4, secret: ClusterSecret | None = None
+    *, lease_s: float = 10.0, max_waiting: int = 4, secret: ClusterSecret | None = None, is_loaded: bool = True
 ) -> AsyncIterator[Node]:
     servicer = NodeServicer(StreamSettings(lease_s, lease_s / 6, max_waiting), secret, SystemClock())
     desk = ScriptedDesk(servicer.legs)
     process = ProcessInfo(Role.PREFILL, Incarnation(PREFILL), "0", "test")
-    servicer.open_for_work(desk, process, dict)
+    if is_loaded:
+        servicer.open_for_work(desk, process, dict)
     server = grpc.aio.server()
     node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -61,13 +57,6 @@ async def served(
             yield Node(servicer, desk, channel)
     finally:
         await server.stop(0)
-
-
-async def read(call: Call) -> node_pb2.AttachResponse:
-    """Return the next message; fail if the stream has ended."""
-    message = await asyncio.wait_for(call.read(), DEADLINE_S)
-    assert isinstance(message, node_pb2.AttachResponse), "the stream has ended"
-    return message
 
 
 async def read_events(call: Call, number: int) -> list[node_pb2.LegEvent]:
@@ -142,11 +131,8 @@ async def test_a_newer_stream_supersedes_and_an_older_is_refused() -> None:
         newer = await node.attach(6)
         await until_ended(older)
         assert [key for key, _ in node.desk.cancelled] == [leg(1)]
-        stale = node_pb2_grpc.NodeServiceStub(node.channel).Attach()
-        hello = node_pb2.RouterHello(incarnation=ROUTER, stream_number=5)
-        await stale.write(node_pb2.AttachRequest(hello=hello))
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stale.read()
+            await node.attach(5)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await newer.write(node_pb2.AttachRequest(beat=node_pb2.Beat()))
         await read(newer)
@@ -278,14 +264,3 @@ async def test_drain_refuses_new_work_and_hands_the_rest_back() -> None:
         events = await read_events(call, 4)
         outcomes = [event.ended.outcome for event in events if event.WhichOneof("event") == "ended"]
         assert outcomes == [node_pb2.LEG_OUTCOME_DRAINED] * 2
-
-
-async def test_the_cluster_secret_is_asked_for() -> None:
-    async with served(secret=ClusterSecret(b"s3cret")) as node:
-        with pytest.raises((grpc.aio.AioRpcError, AssertionError)):
-            await node.attach(secret=ClusterSecret(b"wrong"))
-        stub = node_pb2_grpc.NodeServiceStub(node.channel)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.GetState(node_pb2.GetStateRequest())
-        assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        await node.attach(secret=ClusterSecret(b"s3cret"))

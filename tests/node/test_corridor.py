@@ -75,7 +75,7 @@ def test_nixl_is_chosen_by_name(kind: type[NodeSettings]) -> None:
     with closing(corridor_channel(settings, SystemClock())()) as channel:
         assert isinstance(channel, NixlChannel)
         assert isinstance(channel._inner, ZeroMqChannel)
-        assert channel._key == SECRET.encode()
+        assert channel._secret is settings.secret
 
 
 @KINDS

@@ -14,9 +14,11 @@ import grpc
 from pdserve.core.build import Role
 from pdserve.core.certificates import TlsFiles, TlsMaterial
 from pdserve.core.clock import SystemClock
+from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import new_incarnation
 from pdserve.core.settings import RouterSettings, load_settings
+from pdserve.node.greeting import Greetings
 from pdserve.router.server import Router
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.options import channel_options
@@ -39,6 +41,7 @@ class ScriptedNode:
     weight_digest: str = "w"
     wire_dtype: str = "float32"
     refusal: PdserveError | None = None
+    secret: ClusterSecret | None = None
     lease_s: float = 3.0
     step_age_s: float = 0.0
     is_silent: bool = False
@@ -82,6 +85,11 @@ class ScriptedNode:
         if self.refusal is not None:
             self.num_refused += 1
             await abort_with(context, self.refusal)
+        try:
+            await Greetings(self.secret, DEADLINE_S).greet(request_iterator, context.write)
+        except PdserveError as error:
+            self.num_refused += 1
+            await abort_with(context, error)
         self.num_streams += 1
         self._words = asyncio.Queue()
         words = self._words

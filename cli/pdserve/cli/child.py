@@ -21,7 +21,17 @@ TAIL_LINES = 12
 """Lines kept to tell why a process died."""
 TOPOLOGY_VARIABLES = frozenset(
     f"PDSERVE_{name}"
-    for name in ("HOST", "PORT", "ADVERTISE", "KV_PORT", "KV_ADVERTISE", "PREFILL", "DECODE", "READY_FD")
+    for name in (
+        "HOST",
+        "PORT",
+        "ADVERTISE",
+        "KV_PORT",
+        "KV_ADVERTISE",
+        "PREFILL",
+        "DECODE",
+        "READY_FD",
+        "CLUSTER_SECRET_FD",
+    )
 )
 """Settings that the supervisor decides; the environment's are for processes that run alone."""
 
@@ -97,8 +107,11 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
-    async def start(self, arguments: Sequence[str]) -> None:
-        """Start the process in a process group of its own, so that a terminal's Ctrl-C does not reach it."""
+    async def start(self, arguments: Sequence[str], inherited: Sequence[int] = ()) -> None:
+        """Start the process in a process group of its own, so that a terminal's Ctrl-C does not reach it.
+
+        It gets the descriptors `inherited` besides.
+        """
         ready, given = os.pipe()
         # Unknown variables mean nothing to the process either; the supervisor has warned of them once for all.
         left_out = TOPOLOGY_VARIABLES | environment_warnings().keys()
@@ -112,7 +125,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(given,),
+                pass_fds=(given, *inherited),
                 process_group=0,
                 env=environment | {PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             )

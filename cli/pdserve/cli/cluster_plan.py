@@ -9,12 +9,15 @@ from pdserve.cli.child import ProcessPlan
 from pdserve.cli.cluster_tls import client_files, tls_faults
 from pdserve.cli.supervisor import ClusterPlan
 from pdserve.core.errors import ConfigError
+from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.setting_faults import HINT, did_you_mean
 from pdserve.core.settings import ROLE_SETTINGS, ProcessSettings, RouterSettings, load_settings
 
 HOST = "127.0.0.1"
 MOST_NODES = 64
-SUPERVISED = frozenset({"host", "advertise", "kv_advertise", "kv_port", "ready_fd", "prefill", "decode"})
+SUPERVISED = frozenset(
+    {"host", "advertise", "kv_advertise", "kv_port", "ready_fd", "cluster_secret_fd", "prefill", "decode"}
+)
 """Settings that a local cluster decides itself."""
 
 
@@ -55,8 +58,12 @@ class Given:
     places: dict[str, str]
 
 
-def plan_cluster(options: ClusterOptions) -> PlannedCluster:
-    """Return the plan. Raises ConfigError with the faults of all options, of every role, and of the whole file together."""
+def plan_cluster(options: ClusterOptions, secret: HandedSecret | None = None) -> PlannedCluster:
+    """Return the plan, with `secret` for every process unless one is configured.
+
+    Raises ConfigError with the faults of all options, of every role, and of the whole file together.
+    """
+    decided = {"host": HOST} | ({} if secret is None else {"cluster_secret_fd": str(secret.fd)})
     sets = parse_sets(options.sets)
     faults = [*count_faults(options), *sets.faults]
     given = {role: given_of(role, kind, options, sets) for role, kind in ROLE_SETTINGS.items()}
@@ -64,7 +71,7 @@ def plan_cluster(options: ClusterOptions) -> PlannedCluster:
     for role, kind in ROLE_SETTINGS.items():
         try:
             settings[role] = load_settings(
-                kind, given[role].values | {"host": HOST}, options.config, options=given[role].places
+                kind, given[role].values | decided, options.config, options=given[role].places
             )
         except ConfigError as error:
             faults += [fault for fault in error.faults if fault not in faults]
@@ -84,6 +91,7 @@ def plan_cluster(options: ClusterOptions) -> PlannedCluster:
         port=router.port,
         http_port=router.http_port,
         tls=client_files(router),
+        secret=None if any(its.has_own_secret for its in settings.values()) else secret,
         drain_s=router.drain_s,
     )
     return PlannedCluster(plan, tuple(dict.fromkeys(its.model for its in settings.values())), router.log_format)

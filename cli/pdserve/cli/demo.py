@@ -10,11 +10,13 @@ from rich.text import Text
 from pdserve.cli.cluster_plan import ClusterOptions, plan_cluster
 from pdserve.cli.cluster_tls import own_tls
 from pdserve.cli.events import Event
+from pdserve.cli.findable import findable
 from pdserve.cli.model_steps import ProgressBars, ready_model
 from pdserve.cli.report import errors_output, output, run_async, show_error
 from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
+from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.models import DEFAULT_MODEL
 
 QUESTION = "What is 2+2?"
@@ -29,14 +31,15 @@ def demo(
     """Start a router, a prefill node and a decode node, stream an answer with its timeline, and stop everything."""
     # A free port, so that the demo runs beside a cluster; a small pool, because one question needs no more.
     shared = {"model": model, "port": "0", "http_port": "off", "kv_blocks": "128", "drain_s": "10"}
-    plan = plan_cluster(ClusterOptions(shared=shared)).plan
-    with ProgressBars() as progress:
-        ready_model(model, progress)
-    try:
-        code = run_async(show(plan, prompt, max_tokens))
-    except ClusterFailed as error:
-        show_error(str(error))
-        code = error.exit_code
+    with HandedSecret() as secret:
+        plan = plan_cluster(ClusterOptions(shared=shared), secret).plan
+        with ProgressBars() as progress:
+            ready_model(model, progress)
+        try:
+            code = run_async(show(plan, prompt, max_tokens))
+        except ClusterFailed as error:
+            show_error(str(error))
+            code = error.exit_code
     raise typer.Exit(code)
 
 
@@ -51,7 +54,6 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     probe, shown = RouterProbe(tls), DemoReporter()
     reporter = SteadyReporter(shown)
     errors_output().print("starting a router, a prefill node and a decode node", style="dim")
-    supervisor = Supervisor(plan, reporter, probe)
 
     async def work() -> None:
         output().print(f"\n[bold]{escape(prompt)}[/bold]")
@@ -64,7 +66,9 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
             output().print()
 
     try:
-        return await supervise(supervisor, reporter, plan.drain_s, work)
+        with findable(plan) as on_addresses:
+            supervisor = Supervisor(plan, reporter, probe, on_addresses)
+            return await supervise(supervisor, reporter, plan.drain_s, work)
     except BrokenPipeError:
         raise
     except BaseException:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pdserve.core.errors import Cancelled
 from pdserve.core.logs import set_up_logs
+from pdserve.core.run_secret import find
 from pdserve.core.settings import (
     DecodeSettings,
     NodeSettings,
@@ -63,8 +64,22 @@ def start_logs(settings: ProcessSettings) -> None:
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     set_up_logs(settings.table, settings.log_format, settings.log_level)
-    for warning in environment_warnings().values():
+    for warning in (*environment_warnings().values(), *settings.warnings):
         logger.warning("%s", warning)
+    take_local_secret(settings)
+
+
+def take_local_secret(settings: ProcessSettings) -> None:
+    """Give a process on loopback that was told no secret that of the local cluster that runs, if it is clear which."""
+    if settings.secret is not None or settings.needs_secret:
+        return
+    told = (*settings.prefill, *settings.decode) if isinstance(settings, RouterSettings) else ()
+    found = find(told)
+    if found.warning:
+        logger.warning("%s", found.warning)
+    if found.run is not None:
+        settings.take_secret(found.run.secret)
+        logger.info("the cluster secret is that of the local cluster: %s", found.run.path)
 
 
 def limit_threads(settings: NodeSettings) -> None:

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from pdserve.core.settings import ProcessSettings
 
-HIDDEN = frozenset({"hold_at", "ready_fd"})
+HIDDEN = frozenset({"hold_at", "ready_fd", "cluster_secret_fd"})
 """For tests and for the supervisor."""
 
 ADDRESSES = frozenset({"prefill", "decode"})

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.cli.child import Child, ChildDied, ProcessPlan
@@ -13,6 +13,7 @@ from pdserve.cli.exit_codes import ExitCode
 from pdserve.cli.restarts import RestartPolicy
 from pdserve.core.certificates import TlsFiles
 from pdserve.core.errors import AddressInUse
+from pdserve.core.handed_secret import HandedSecret
 
 POLL_S = 0.2
 TELL_EVERY_S = 5.0
@@ -34,8 +35,9 @@ class ClusterFailed(Exception):
 class ClusterPlan:
     """The processes of a cluster and its deadlines, seconds. `port` and `http_port` are the router's; 0 takes a free one.
 
-    Without `http_port` the router is told none. `tls`: the files that its clients need. `stop_grace_s` is what processes get
-    beyond the drain to tell their clients, and to end by themselves.
+    Without `http_port` the router is told none. `tls`: the files that its clients need. `secret` is handed to every process,
+    also to one that is started again; None where each has one from its settings. `stop_grace_s` is what processes get beyond
+    the drain to tell their clients, and to end by themselves.
     """
 
     router: ProcessPlan
@@ -44,6 +46,7 @@ class ClusterPlan:
     port: int = 50_051
     http_port: int | None = None
     tls: TlsFiles | None = None
+    secret: HandedSecret | None = None
     drain_s: float = 30.0
     stop_grace_s: float = 10.0
     listen_wait_s: float = 120.0
@@ -71,8 +74,16 @@ class Member:
 class Supervisor:
     """Runs one `plan`. The caller ends it with `drain` or `kill`, on every path."""
 
-    def __init__(self, plan: ClusterPlan, reporter: Reporter, probe: Probe) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        reporter: Reporter,
+        probe: Probe,
+        on_addresses: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        """`on_addresses` is told the gRPC addresses that are known, whenever a process listens."""
         self._plan = plan
+        self._on_addresses = on_addresses
         self._reporter = reporter
         self._probe = probe
         self._router = Member(plan.router, plan.restarts())
@@ -150,18 +161,21 @@ class Supervisor:
         """Start one member, at its old addresses if it had some, and wait until it listens."""
         child = Child(member.plan, self._reporter.log)
         member.child = child
-        await child.start(self._arguments(member))
+        await child.start(self._arguments(member), () if self._plan.secret is None else (self._plan.secret.fd,))
         try:
             member.addresses = await child.addresses(self._plan.listen_wait_s)
         except ChildDied as death:
             if death.status is not None:
                 self._report_end(member, death.status)
             raise
+        self._on_addresses([its.addresses["grpc"] for its in self._members if "grpc" in its.addresses])
         self._reporter.event(Started(member.plan.name, member.plan.role, child.pid, dict(member.addresses)))
 
     def _arguments(self, member: Member) -> list[str]:
         first_port = self._plan.port if member is self._router else 0
         arguments = ["--host", self._plan.host, "--port", str(port_of(member.addresses, "grpc", first_port))]
+        if self._plan.secret is not None:
+            arguments += ["--cluster-secret-fd", str(self._plan.secret.fd)]
         if "kv" in member.addresses:
             arguments += ["--kv-port", str(port_of(member.addresses, "kv", 0))]
         if member is self._router:

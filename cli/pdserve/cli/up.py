@@ -9,12 +9,14 @@ from pdserve.cli.cluster_plan import ClusterOptions, PlannedCluster, plan_cluste
 from pdserve.cli.cluster_tls import own_tls
 from pdserve.cli.events import ConsoleReporter, Failed, JsonLogReporter, JsonReporter, Preparing, Reporter
 from pdserve.cli.exit_codes import exit_code_of
+from pdserve.cli.findable import findable
 from pdserve.cli.model_steps import OnStep, in_steps, ready_model
 from pdserve.cli.report import message_of, run_async, show_error, show_warning
 from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
 from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor, refuse_busy_port
 from pdserve.core.errors import PdserveError
+from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.models import DEFAULT_MODEL
 from pdserve.core.settings import environment_warnings
 
@@ -87,22 +89,23 @@ def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
     """Prepare the models, run the cluster, and return the exit status."""
     for warning in environment_warnings().values():
         show_warning(warning)
-    try:
-        planned, reporter = prepared(options, as_json=as_json)
-    except PdserveError as error:
-        if as_json:
-            JsonReporter().event(Failed(message_of(error), exit_code_of(error), error.reason, error.hint))
-        raise
-    try:
-        return run_async(run_plan(planned.plan, reporter))
-    except ClusterFailed as error:
-        show_error(str(error))
-        return error.exit_code
+    with HandedSecret() as secret:
+        try:
+            planned, reporter = prepared(options, secret, as_json=as_json)
+        except PdserveError as error:
+            if as_json:
+                JsonReporter().event(Failed(message_of(error), exit_code_of(error), error.reason, error.hint))
+            raise
+        try:
+            return run_async(run_plan(planned.plan, reporter))
+        except ClusterFailed as error:
+            show_error(str(error))
+            return error.exit_code
 
 
-def prepared(options: ClusterOptions, *, as_json: bool) -> tuple[PlannedCluster, Reporter]:
+def prepared(options: ClusterOptions, secret: HandedSecret, *, as_json: bool) -> tuple[PlannedCluster, Reporter]:
     """Return a cluster that can be started, with its models ready, and what will show it."""
-    planned = plan_cluster(options)
+    planned = plan_cluster(options, secret)
     refuse_busy_port(planned.plan.host, planned.plan.port)
     refuse_busy_port(planned.plan.host, planned.plan.http_port or 0, "--http-port")
     reporter = reporter_of(planned.log_format, as_json=as_json)
@@ -134,6 +137,7 @@ async def run_plan(plan: ClusterPlan, reporter: Reporter) -> int:
 
     probe = RouterProbe(own_tls(plan.tls, plan.host))
     try:
-        return await supervise(Supervisor(plan, reporter, probe), reporter, plan.drain_s)
+        with findable(plan) as on_addresses:
+            return await supervise(Supervisor(plan, reporter, probe, on_addresses), reporter, plan.drain_s)
     finally:
         await probe.close()

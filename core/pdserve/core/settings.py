@@ -7,11 +7,10 @@ keys at the top level are for every role and a table `[router]`, `[prefill]` or 
 import os
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -23,10 +22,12 @@ from pydantic_settings import (
 from pdserve.core.certificates import TlsFiles, tls_faults
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
+from pdserve.core.handed_secret import read_handed_secret
 from pdserve.core.hold import parse_hold
 from pdserve.core.link_faults import parse_link_faults
 from pdserve.core.link_shape import parse_link_shape
 from pdserve.core.models import DEFAULT_MODEL
+from pdserve.core.secret_file import SHORTEST_SECRET, SecretWatch, read_secret_file
 from pdserve.core.setting_faults import HINT, Places, faults_in, unknown_variables
 from pdserve.core.settings_file import read_settings_file
 
@@ -34,8 +35,6 @@ WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - c
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 HTTP_OFF = "off"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-SHORTEST_SECRET = 16
-"""Characters of a secret that strangers could try to guess."""
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -71,8 +70,17 @@ class ProcessSettings(BaseSettings):
         description="PEM file of the authorities of the cluster's certificates: a router dials nodes by TLS, "
         "a node takes only callers that they signed.",
     )
+    cluster_secret_file: Path | None = Field(
+        None,
+        description="File of the secret, or of two while it is changed: the first proves. Read anew while running.",
+    )
+    cluster_secret_fd: int | None = Field(
+        None, ge=0, description="File descriptor of the secret that a supervisor made; used where no other is set."
+    )
     hold_at: str | None = Field(None, description="Test hook STAGE[:N]; refused unless PDSERVE_TEST=1.")
     ready_fd: int | None = Field(None, ge=0, description="File descriptor that gets one JSON line of bound addresses.")
+    _secret: ClusterSecret | None = PrivateAttr(None)
+    _warnings: tuple[str, ...] = PrivateAttr(())
 
     @classmethod
     def settings_customise_sources(
@@ -125,14 +133,40 @@ class ProcessSettings(BaseSettings):
             faults.append("advertise: required when listening on all addresses; give the host that others reach")
         if self.beat_s * 3 > self.lease_s:
             faults.append("lease_s: must be at least three times beat_s")
-        if self.needs_secret and self.cluster_secret is None:
-            faults.append("cluster_secret: required off loopback; set PDSERVE_CLUSTER_SECRET on every process")
-        if self.needs_secret and self.cluster_secret is not None and len(self.cluster_secret) < SHORTEST_SECRET:
-            faults.append(f"cluster_secret: must have at least {SHORTEST_SECRET} characters off loopback")
+        faults += self._take_in_secret()
         faults += tls_faults(self.tls_cert, self.tls_key, (self.tls_listening, self.tls_dialling))
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    def _take_in_secret(self) -> list[str]:
+        """Find the secret where it was set, and return what is wrong with it."""
+        if self.cluster_secret is not None and self.cluster_secret_file is not None:
+            return ["cluster_secret_file: the secret is given twice; leave out this or cluster_secret"]
+        if self.cluster_secret_file is not None:
+            try:
+                content = read_secret_file(self.cluster_secret_file, self._fewest_chars)
+            except ConfigError as error:
+                return [f"cluster_secret_file: {fault}" for fault in error.faults]
+            self._secret, self._warnings = ClusterSecret(*content.values), tuple(filter(None, [content.warning]))
+        elif self.cluster_secret is not None:
+            if len(self.cluster_secret) < self._fewest_chars:
+                return [f"cluster_secret: must have at least {SHORTEST_SECRET} characters off loopback"]
+            # The environment's bytes, even where they are not UTF-8.
+            self._secret = ClusterSecret(self.cluster_secret.get_secret_value().encode(errors="surrogateescape"))
+        elif self.cluster_secret_fd is not None:
+            try:
+                self._secret = read_handed_secret(self.cluster_secret_fd)
+            except ConfigError as error:
+                return [f"cluster_secret_fd: {fault}" for fault in error.faults]
+        elif self.needs_secret:
+            words = "required off loopback; set PDSERVE_CLUSTER_SECRET or PDSERVE_CLUSTER_SECRET_FILE on every process"
+            return [f"cluster_secret: {words}"]
+        return []
+
+    @property
+    def _fewest_chars(self) -> int:
+        return SHORTEST_SECRET if self.needs_secret else 1
 
     @property
     def tls_listening(self) -> TlsFiles | None:
@@ -154,13 +188,31 @@ class ProcessSettings(BaseSettings):
         """Host that others reach this process by."""
         return self.advertise or self.host
 
-    @cached_property
+    @property
     def secret(self) -> ClusterSecret | None:
         """The cluster secret: one object for the whole process."""
-        if self.cluster_secret is None:
+        return self._secret
+
+    @property
+    def has_own_secret(self) -> bool:
+        """Whether a secret was set, rather than handed on by a supervisor."""
+        return self.cluster_secret is not None or self.cluster_secret_file is not None
+
+    def take_secret(self, secret: ClusterSecret) -> None:
+        """Take a secret that was found elsewhere; only before anything has read it, and where none was set."""
+        assert self._secret is None, "there is a secret"
+        self._secret = secret
+
+    def secret_watch(self) -> SecretWatch | None:
+        """Return what reads the secret's file anew; None where it comes from elsewhere."""
+        if self.cluster_secret_file is None or self._secret is None:
             return None
-        # The environment's bytes, even where they are not UTF-8.
-        return ClusterSecret(self.cluster_secret.get_secret_value().encode(errors="surrogateescape"))
+        return SecretWatch(self.cluster_secret_file, self._secret, self._fewest_chars)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed, and should be told."""
+        return self._warnings
 
 
 class RouterSettings(ProcessSettings):
@@ -312,8 +364,8 @@ class NodeSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _encryption_has_a_secret(self) -> Self:
-        if self.kv_encryption != "none" and self.cluster_secret is None:
-            raise ValueError("kv_encryption: needs cluster_secret, which its keys are made from")
+        if self.kv_encryption != "none" and self.secret is None:
+            raise ValueError("kv_encryption: needs cluster_secret, or its file, which its keys are made from")
         if self.kv_encryption != "none" and self.kv_engine == "nixl":
             raise ValueError(
                 "kv_encryption: what NIXL carries is not encrypted; set kv_engine to zeromq, or this to none"

@@ -80,8 +80,8 @@ class NixlChannel:
         self._inner = inner
         self._agent = agent
         self._clock = clock
-        self._key = b"" if secret is None else secret.proving
-        """Without a secret the proof proves nothing, as in HELLO; then both ends are on loopback."""
+        self._secret = secret
+        """Without it the proof proves nothing, as in HELLO; then both ends are on loopback."""
         self._reads = NixlReads(agent)
         self._offered: dict[Route, _Offered] = {}
         self._asking: OrderedDict[Route, bytes] = OrderedDict()
@@ -325,13 +325,13 @@ class NixlChannel:
             self._go_without(route, f"the memory cannot be described ({fault})")
             return
         address = offered.memory.address
-        self._inner.send(route, OFFER + _OFFER.pack(self._proof(challenge, address, metadata), address) + metadata)
+        self._inner.send(route, OFFER + _OFFER.pack(self._proofs(challenge, address, metadata)[0], address) + metadata)
 
     def _consider(self, route: Route, challenge: bytes, body: bytes) -> None:
         proof, address = _OFFER.unpack(body[: _OFFER.size])
         metadata = body[_OFFER.size :]
         # NIXL parses this in C++ and dials what it names: so never from who has not proven the secret.
-        if not hmac.compare_digest(proof, self._proof(challenge, address, metadata)):
+        if not any(hmac.compare_digest(proof, good) for good in self._proofs(challenge, address, metadata)):
             self._turns_down(route, "the cluster secret differs")
             return
         try:
@@ -340,10 +340,11 @@ class NixlChannel:
             self._reads.forget(route)
             self._turns_down(route, str(error))
 
-    def _proof(self, challenge: bytes, address: int, metadata: bytes) -> bytes:
-        return hmac.new(
-            self._key, LABEL + challenge + address.to_bytes(8, "little") + metadata, hashlib.sha256
-        ).digest()
+    def _proofs(self, challenge: bytes, address: int, metadata: bytes) -> list[bytes]:
+        """Return every proof that is good now; the first one is what this end says."""
+        told = LABEL + challenge + address.to_bytes(8, "little") + metadata
+        values = (b"",) if self._secret is None else self._secret.accepted
+        return [hmac.new(value, told, hashlib.sha256).digest() for value in values]
 
     def _judge(self, route: Route, offered: _Offered, kind: bytes, body: bytes) -> None:
         if kind == SEEN and hmac.compare_digest(body, offered.nonce):

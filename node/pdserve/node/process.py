@@ -14,6 +14,7 @@ from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.service import NodeServicer
 from pdserve.rpc.process_gauges import process_gauges
+from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
 from pdserve.rpc.tls import tls_source
@@ -46,11 +47,12 @@ async def serve_node(settings: NodeSettings, make_desk: MakeDesk) -> None:
         logger.info("listening on %s:%d as %s; loading %s", settings.host, server.port, address, settings.model)
         announce(settings.ready_fd, {"grpc": address})
         try:
-            made = await _unless_told(stops, make_desk(servicer.legs, clock, servicer.load_changed))
-            if made is None:
-                logger.info("stopped before the model was loaded")
-                return
-            await _Node(settings, server, servicer, *made, stops, clock).run()
+            async with watched(settings.secret_watch()):
+                made = await _unless_told(stops, make_desk(servicer.legs, clock, servicer.load_changed))
+                if made is None:
+                    logger.info("stopped before the model was loaded")
+                    return
+                await _Node(settings, server, servicer, *made, stops, clock).run()
         finally:
             await server.stop(0.2)
 

@@ -3,25 +3,26 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, NoReturn, cast
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
 from pdserve.core.cluster_secret import ClusterSecret
-from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError
-from pdserve.core.ids import ID_BYTES, Incarnation
+from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError, Unauthenticated
+from pdserve.core.ids import Incarnation
 from pdserve.node import pb
 from pdserve.node.attach import RouterStream, StreamSettings
 from pdserve.node.desk import Desk
+from pdserve.node.greeting import Greetings, Strangers
 from pdserve.node.legs import Legs
+from pdserve.node.named_peers import NamedPeers
 from pdserve.node.pb import Peer
 from pdserve.rpc.errors import abort_with
 from pdserve.rpc.process import process_to_pb
-from pdserve.rpc.secret import check_secret
+from pdserve.rpc.tickets import TicketOffice
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Serves Attach, Drain and GetState over one desk, once `open_for_work` was called."""
+    """Serves Attach, Drain and GetState over one desk, once `open_for_work` was called. Who has not proven `secret` learns
+    nothing, not even that.
+    """
 
     def __init__(self, settings: StreamSettings, secret: ClusterSecret | None, clock: Clock) -> None:
-        self._settings, self._secret, self._clock = settings, secret, clock
+        self._settings, self._clock = settings, clock
+        self._greetings = Greetings(secret, settings.lease_s)
+        self._tickets = TicketOffice(secret, clock)
+        self._strangers = Strangers(clock)
         self.legs = Legs(clock, self._on_output)
         self._streams: dict[Incarnation, RouterStream] = {}
-        self._peers: dict[Incarnation, tuple[Peer, ...]] = {}
+        self._peers = NamedPeers()
         self._desk: Desk | None = None
         self._process: ProcessInfo | None = None
         self._process_gauges: Callable[[], dict[str, float]] = dict
@@ -57,11 +63,11 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> None:
         """Serve one router's stream until it ends."""
         try:
-            desk, process = self._checked(context)
-            hello = await self._hello(request_iterator)
+            hello = await self._greetings.greet(request_iterator, context.write)
+            desk, process = self._opened()
             stream = self._register(hello, desk)
         except PdserveError as error:
-            await abort_with(context, error)
+            await self._refuse(context, error)
         fields = {"peer": stream.router.hex()[:8]}
         logger.info("a router attached", extra=fields)
         tasks: list[asyncio.Task[None]] = []
@@ -80,14 +86,23 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
             logger.info("a router left: %s", stream.close_reason, extra=fields)
 
+    async def Prove(  # noqa: N802 - the contract's name
+        self, request: node_pb2.ProveRequest, context: Context
+    ) -> node_pb2.ProveResponse:
+        """Prove the cluster secret to a caller of Drain or GetState."""
+        try:
+            return self._tickets.issue(request, context.peer())
+        except PdserveError as error:
+            await self._refuse(context, error)
+
     async def Drain(  # noqa: N802 - the contract's name
         self, request: node_pb2.DrainRequest, context: Context
     ) -> node_pb2.DrainResponse:
         """Refuse new work, wait for the rest until the deadline, then hand it back."""
         try:
-            self._checked(context)
+            self._checked(context, "Drain")
         except PdserveError as error:
-            await abort_with(context, error)
+            await self._refuse(context, error)
         before = self.legs.num_finished
         num_handed_back = await self.drain(request.deadline_s)
         return node_pb2.DrainResponse(num_finished=self.legs.num_finished - before, num_handed_back=num_handed_back)
@@ -99,9 +114,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.GetStateResponse:
         """Return the debug dump."""
         try:
-            desk, process = self._checked(context)
+            desk, process = self._checked(context, "GetState")
         except PdserveError as error:
-            await abort_with(context, error)
+            await self._refuse(context, error)
         machines = {"legs": self.legs.describe(), **desk.describe()}
         return node_pb2.GetStateResponse(
             process=process_to_pb(process),
@@ -116,6 +131,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         return {
             "routers": float(len(self._streams)),
             "legs": float(self.legs.num_open),
+            "greetings": float(self._greetings.num_open),
+            "unproven_total": float(self._strangers.num_refused),
+            "peer_conflicts": float(self._peers.num_conflicts),
             "outbox_bytes": float(self.legs.pending_bytes()),
             "draining": float(self._draining),
             "unusable_messages_total": float(
@@ -150,20 +168,21 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         for stream in list(self._streams.values()):
             stream.close(reason)
 
-    def _checked(self, context: Context) -> tuple[Desk, ProcessInfo]:
-        check_secret(context, self._secret)
+    def _checked(self, context: Context, method: str) -> tuple[Desk, ProcessInfo]:
+        # The stubs know metadata as objects with two attributes; they are pairs.
+        metadata = cast("Iterable[tuple[str, str | bytes]]", context.invocation_metadata() or ())
+        self._tickets.check(metadata, method, context.peer())
+        return self._opened()
+
+    def _opened(self) -> tuple[Desk, ProcessInfo]:
         if self._desk is None or self._process is None:
             raise NoNodes("the node is loading its model", retry_after_s=0.5)
         return self._desk, self._process
 
-    async def _hello(self, requests: AsyncIterator[node_pb2.AttachRequest]) -> node_pb2.RouterHello:
-        try:
-            first = await asyncio.wait_for(anext(requests), self._settings.lease_s)
-        except (TimeoutError, StopAsyncIteration, DecodeError):
-            raise InvalidRequest("the stream's first message must be hello", field="hello") from None
-        if first.WhichOneof("message") != "hello" or len(first.hello.incarnation) != ID_BYTES:
-            raise InvalidRequest("the stream's first message must be hello, with an incarnation", field="hello")
-        return first.hello
+    async def _refuse(self, context: Context, error: PdserveError) -> NoReturn:
+        if isinstance(error, Unauthenticated):
+            self._strangers.refused(context.peer(), error.message)
+        await abort_with(context, error)
 
     def _register(self, hello: node_pb2.RouterHello, desk: Desk) -> RouterStream:
         router = Incarnation(hello.incarnation)
@@ -195,13 +214,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             stream.notify()
 
     def _on_peers(self, router: Incarnation, peers: tuple[Peer, ...]) -> None:
-        if peers:
-            self._peers[router] = peers
-        else:
-            self._peers.pop(router, None)
+        united = self._peers.name(router, peers)
         if self._desk is not None:
-            united = {peer.incarnation: peer for named in self._peers.values() for peer in named}
-            self._desk.set_peers(tuple(united.values()))
+            self._desk.set_peers(united)
 
     def _node_hello(self, desk: Desk, process: ProcessInfo) -> node_pb2.NodeHello:
         facts = desk.facts()

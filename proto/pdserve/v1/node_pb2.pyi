@@ -104,6 +104,7 @@ class AttachRequest(_message.Message):
     SUBMIT_PART_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """First message of the stream."""
@@ -128,6 +129,10 @@ class AttachRequest(_message.Message):
     def beat(self) -> Global___Beat:
         """Sign of life."""
 
+    @_builtins.property
+    def proof(self) -> Global___RouterProof:
+        """Second message of the stream, under a cluster secret."""
+
     def __init__(
         self,
         *,
@@ -137,12 +142,13 @@ class AttachRequest(_message.Message):
         submit_part: Global___SubmitPart | None = ...,
         cancel: Global___Cancel | None = ...,
         beat: Global___Beat | None = ...,
+        proof: Global___RouterProof | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "hello", b"hello", "message", b"message", "peers", b"peers", "submit", b"submit", "submit_part", b"submit_part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "hello", b"hello", "message", b"message", "peers", b"peers", "proof", b"proof", "submit", b"submit", "submit_part", b"submit_part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "hello", b"hello", "message", b"message", "peers", b"peers", "submit", b"submit", "submit_part", b"submit_part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "cancel", b"cancel", "hello", b"hello", "message", b"message", "peers", b"peers", "proof", b"proof", "submit", b"submit", "submit_part", b"submit_part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "peers", "submit", "submit_part", "cancel", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "peers", "submit", "submit_part", "cancel", "beat", "proof"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -150,33 +156,135 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class RouterHello(_message.Message):
-    """RouterHello opens the stream."""
+    """RouterHello opens the stream. Nothing in it is secret: whoever listens at the node's address gets it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     STREAM_NUMBER_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     """This run of the router, 16 bytes."""
     stream_number: _builtins.int
     """A stream with a higher number from the same incarnation supersedes the older one at once."""
     lease_s: _builtins.float
     """Lease that the router keeps for this stream, seconds."""
+    nonce: _builtins.bytes
+    """32 fresh random bytes that the node's proof is made over; empty from a router without a cluster secret."""
     def __init__(
         self,
         *,
         incarnation: _builtins.bytes = ...,
         stream_number: _builtins.int = ...,
         lease_s: _builtins.float = ...,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_s", b"lease_s", "stream_number", b"stream_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "lease_s", b"lease_s", "nonce", b"nonce", "stream_number", b"stream_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterHello: _TypeAlias = RouterHello  # noqa: Y015
+
+@_typing.final
+class RouterProof(_message.Message):
+    """RouterProof proves the cluster secret to the node, with the value that the node proved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """HMAC over the label "pdserve attach router 1", both nonces, the router's incarnation and the stream number, 32 bytes.
+    How it is made: pdserve.rpc.secret.
+    """
+    def __init__(
+        self,
+        *,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterProof: _TypeAlias = RouterProof  # noqa: Y015
+
+@_typing.final
+class NodeChallenge(_message.Message):
+    """NodeChallenge proves the cluster secret to the router, and asks for the router's proof. Empty from a node without a secret."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 fresh random bytes that the router's proof is made over."""
+    proof: _builtins.bytes
+    """HMAC over the label "pdserve attach node 1", both nonces, the router's incarnation and the stream number, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeChallenge: _TypeAlias = NodeChallenge  # noqa: Y015
+
+@_typing.final
+class ProveRequest(_message.Message):
+    """ProveRequest asks a node to prove the cluster secret."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 fresh random bytes that the node's proof is made over."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProveRequest: _TypeAlias = ProveRequest  # noqa: Y015
+
+@_typing.final
+class ProveResponse(_message.Message):
+    """ProveResponse is the node's proof. Empty from a node without a secret."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NONCE_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """32 fresh random bytes that one ticket may be made over, once, soon, and on this connection."""
+    proof: _builtins.bytes
+    """HMAC over the label "pdserve call node 1" and both nonces, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        nonce: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProveResponse: _TypeAlias = ProveResponse  # noqa: Y015
 
 @_typing.final
 class Peers(_message.Message):
@@ -600,9 +708,10 @@ class AttachResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___NodeHello:
-        """First message of the stream."""
+        """First message after the proofs."""
 
     @_builtins.property
     def status(self) -> Global___NodeStatus:
@@ -616,6 +725,10 @@ class AttachResponse(_message.Message):
     def beat(self) -> Global___Beat:
         """Sign of life."""
 
+    @_builtins.property
+    def challenge(self) -> Global___NodeChallenge:
+        """First message of the stream."""
+
     def __init__(
         self,
         *,
@@ -623,12 +736,13 @@ class AttachResponse(_message.Message):
         status: Global___NodeStatus | None = ...,
         step: Global___StepOutput | None = ...,
         beat: Global___Beat | None = ...,
+        challenge: Global___NodeChallenge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "challenge", b"challenge", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "challenge", b"challenge", "hello", b"hello", "message", b"message", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "status", "step", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "status", "step", "beat", "challenge"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

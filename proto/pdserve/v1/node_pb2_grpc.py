@@ -40,6 +40,11 @@ class NodeServiceStub:
                 request_serializer=pdserve_dot_v1_dot_node__pb2.AttachRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_node__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.Prove = channel.unary_unary(
+                '/pdserve.v1.NodeService/Prove',
+                request_serializer=pdserve_dot_v1_dot_node__pb2.ProveRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_node__pb2.ProveResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pdserve.v1.NodeService/Drain',
                 request_serializer=pdserve_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
@@ -57,9 +62,19 @@ class NodeServiceServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with its own
-        `hello`. The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
+        """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with `challenge`.
+        With a cluster secret the router checks the proof in it and then sends `proof`, which the node checks; without one
+        nothing follows. Then the node says its own `hello`. Nothing else travels before, in either direction.
+        The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
         router owned. A message is at most 1 MiB. A message that the node cannot use fails its request, never the stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prove(self, request, context):
+        """Prove starts a call of Drain or GetState under a cluster secret: the node proves the secret and gives a nonce, over which
+        the caller makes the ticket of one call on the same connection (metadata x-pdserve-ticket-bin).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +101,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=pdserve_dot_v1_dot_node__pb2.AttachRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_node__pb2.AttachResponse.SerializeToString,
+            ),
+            'Prove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prove,
+                    request_deserializer=pdserve_dot_v1_dot_node__pb2.ProveRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_node__pb2.ProveResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -126,6 +146,33 @@ class NodeService:
             '/pdserve.v1.NodeService/Attach',
             pdserve_dot_v1_dot_node__pb2.AttachRequest.SerializeToString,
             pdserve_dot_v1_dot_node__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.NodeService/Prove',
+            pdserve_dot_v1_dot_node__pb2.ProveRequest.SerializeToString,
+            pdserve_dot_v1_dot_node__pb2.ProveResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,9 +34,15 @@ class NodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> NodeServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_node_pb2.AttachRequest, _node_pb2.AttachResponse]
-    """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with its own
-    `hello`. The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
+    """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with `challenge`.
+    With a cluster secret the router checks the proof in it and then sends `proof`, which the node checks; without one
+    nothing follows. Then the node says its own `hello`. Nothing else travels before, in either direction.
+    The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
     router owned. A message is at most 1 MiB. A message that the node cannot use fails its request, never the stream.
+    """
+    Prove: _grpc.UnaryUnaryMultiCallable[_node_pb2.ProveRequest, _node_pb2.ProveResponse]
+    """Prove starts a call of Drain or GetState under a cluster secret: the node proves the secret and gives a nonce, over which
+    the caller makes the ticket of one call on the same connection (metadata x-pdserve-ticket-bin).
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainResponse]
     """Drain makes the node refuse new submits, finish what it accepted until the deadline, and then end the rest as DRAINED."""
@@ -49,9 +55,15 @@ class NodeServiceAsyncStub(NodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_node_pb2.AttachRequest, _node_pb2.AttachResponse]  # type: ignore[assignment]
-    """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with its own
-    `hello`. The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
+    """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with `challenge`.
+    With a cluster secret the router checks the proof in it and then sends `proof`, which the node checks; without one
+    nothing follows. Then the node says its own `hello`. Nothing else travels before, in either direction.
+    The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
     router owned. A message is at most 1 MiB. A message that the node cannot use fails its request, never the stream.
+    """
+    Prove: _aio.UnaryUnaryMultiCallable[_node_pb2.ProveRequest, _node_pb2.ProveResponse]  # type: ignore[assignment]
+    """Prove starts a call of Drain or GetState under a cluster secret: the node proves the secret and gives a nonce, over which
+    the caller makes the ticket of one call on the same connection (metadata x-pdserve-ticket-bin).
     """
     Drain: _aio.UnaryUnaryMultiCallable[_node_pb2.DrainRequest, _node_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain makes the node refuse new submits, finish what it accepted until the deadline, and then end the rest as DRAINED."""
@@ -67,9 +79,21 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_node_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_node_pb2.AttachResponse], _abc.AsyncIterator[_node_pb2.AttachResponse]]:
-        """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with its own
-        `hello`. The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
+        """Attach is the one stream between a router and a node. The first request is `hello`; the node answers with `challenge`.
+        With a cluster secret the router checks the proof in it and then sends `proof`, which the node checks; without one
+        nothing follows. Then the node says its own `hello`. Nothing else travels before, in either direction.
+        The stream is the lease: when it breaks, or nothing arrives for the lease time, the node frees all that this
         router owned. A message is at most 1 MiB. A message that the node cannot use fails its request, never the stream.
+        """
+
+    @_abc_1.abstractmethod
+    def Prove(
+        self,
+        request: _node_pb2.ProveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_pb2.ProveResponse, _abc.Awaitable[_node_pb2.ProveResponse]]:
+        """Prove starts a call of Drain or GetState under a cluster secret: the node proves the secret and gives a nonce, over which
+        the caller makes the ticket of one call on the same connection (metadata x-pdserve-ticket-bin).
         """
 
     @_abc_1.abstractmethod

@@ -13,11 +13,11 @@ from pdserve.core.ids import Incarnation
 from pdserve.router import pb_nodes
 from pdserve.router.attach_call import AttachCall, StreamEnded
 from pdserve.router.events import LegEvent
+from pdserve.router.greeting import Greeting
 from pdserve.router.lease import Lease
 from pdserve.router.membership import Member, Membership
 from pdserve.router.nodes import ROUTER_STOPS, Hello, NodeState
 from pdserve.rpc.options import channel_options
-from pdserve.rpc.secret import secret_metadata
 from pdserve.rpc.tls import TlsSource, open_async_channel
 from pdserve.v1 import node_pb2, node_pb2_grpc
 
@@ -108,7 +108,7 @@ class NodeLink:
         material = None if tls is None else tls.current()
         async with open_async_channel(self._member.address, material, channel_options()) as channel:
             stub = node_pb2_grpc.NodeServiceStub(channel)
-            stream = stub.Attach(metadata=secret_metadata(self._settings.secret))
+            stream = stub.Attach()
             call = AttachCall(stream, self._broken, speaks_tls=tls is not None)
             try:
                 hello = await self._greet(call)
@@ -150,19 +150,12 @@ class NodeLink:
         return min(own_s, hello.lease_s / BEATS_PER_LEASE) if hello.lease_s > 0 else own_s
 
     async def _greet(self, call: AttachCall) -> Hello:
-        """Say hello, and return the node's. Raises StreamEnded if the node cannot be used."""
-        settings = self._settings
-        message = pb_nodes.hello_message(settings.incarnation, settings.next_number(), settings.lease_s)
+        """Exchange proofs and hellos, and return the node's. Raises StreamEnded if the node cannot be used."""
+        its = self._settings
+        greeting = Greeting(its.incarnation, its.next_number(), its.lease_s, its.secret, its.lease_s)
+        answer = await greeting.exchange(call)
         try:
-            async with asyncio.timeout(settings.lease_s):
-                await call.write(message)
-                answer = await call.read()
-        except TimeoutError:
-            raise StreamEnded(NodeState.DOWN, "no hello in time") from None
-        if answer.WhichOneof("message") != "hello":
-            raise StreamEnded(NodeState.REFUSED, "the first message was no hello")
-        try:
-            hello = pb_nodes.hello_from_pb(answer.hello)
+            hello = pb_nodes.hello_from_pb(answer)
         except ValueError as error:
             raise StreamEnded(NodeState.REFUSED, f"its hello makes no sense: {error}") from None
         refusal = self._membership.refusal(self._member, hello)

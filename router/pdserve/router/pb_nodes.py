@@ -51,11 +51,16 @@ class SubmitFacts:
     top_logprobs: int = 0
 
 
-def hello_message(router: Incarnation, stream_number: int, lease_s: float) -> node_pb2.AttachRequest:
-    """Return the first message of a stream."""
+def hello_message(router: Incarnation, stream_number: int, lease_s: float, nonce: bytes) -> node_pb2.AttachRequest:
+    """Return the first message of a stream; `nonce` is empty without a cluster secret."""
     return node_pb2.AttachRequest(
-        hello=node_pb2.RouterHello(incarnation=router, stream_number=stream_number, lease_s=lease_s)
+        hello=node_pb2.RouterHello(incarnation=router, stream_number=stream_number, lease_s=lease_s, nonce=nonce)
     )
+
+
+def proof_message(proof: bytes) -> node_pb2.AttachRequest:
+    """Return the router's proof of the cluster secret."""
+    return node_pb2.AttachRequest(proof=node_pb2.RouterProof(proof=proof))
 
 
 def beat_message() -> node_pb2.AttachRequest:

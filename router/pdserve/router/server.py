@@ -23,6 +23,7 @@ from pdserve.router.sessions import Sessions
 from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
+from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
 from pdserve.rpc.tls import tls_source
@@ -90,7 +91,8 @@ class Router:
             try:
                 await self.server.start()
                 announce(settings.ready_fd, self._say_where())
-                await self._serve(stop, stop_now)
+                async with watched(settings.secret_watch()):
+                    await self._serve(stop, stop_now)
             finally:
                 if self.http is not None:
                     self.http.close()
