@@ -12,9 +12,10 @@ from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings,
 from pdserve.kvtransfer import nixl_engine
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel
+from pdserve.kvtransfer.lent_payloads import MANY_LENT
 from pdserve.kvtransfer.nixl_channel import NixlChannel
 from pdserve.kvtransfer.shaping import ShapedChannel
-from pdserve.kvtransfer.zeromq import MANY_LENT, ZeroMqChannel
+from pdserve.kvtransfer.zeromq import ZeroMqChannel
 from pdserve.node.corridor import corridor_channel, link_settings
 from tests.engine.small import small_engine
 
@@ -55,7 +56,7 @@ def test_the_transport_is_told_how_few_buffers_a_sender_has() -> None:
         with closing(corridor_channel(settings, SystemClock())()) as channel:
             assert isinstance(channel, ShapedChannel)
             assert isinstance(channel._inner, ZeroMqChannel)
-            assert channel._inner._many_lent == many
+            assert channel._inner._lent._many == many
 
 
 @KINDS

@@ -11,7 +11,7 @@ A node uses one class, and hears events on that class's I/O thread. After `Corri
   or `refuse`, and `cancel` at any time. `Received` means that all KV is verified and placed; `ReceiveClosed` is the last event.
 
 Inside, from the wire up: `wire`, `messages`, `codec` (frames); `settings` (the bound of every wait, queue and buffer);
-`admission`, `doorkeeper`, `strangers` (who may come in); `channel`, `inprocess`, `zeromq`, `curve` (transports);
+`admission`, `doorkeeper`, `strangers` (who may come in); `lent_payloads`, `channel`, `inprocess`, `zeromq`, `curve` (transports);
 `shared_memory`, `shared_channel` (payloads inside one host); `nixl_engine`, `nixl_reads`, `nixl_channel` (payloads by RDMA);
 `lent_slots` (what both of these send from); `holding`, `shaping`, `faults` (decorators of any transport, for experiments);
 `framing`, `coverage`, `handshake`, `memory`, `timers`; `staging`, `receive_window` (who may use how much of what all share);

@@ -13,7 +13,6 @@ import contextlib
 import os
 import struct
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from pdserve.kvtransfer.channel import MAX_BATCH, MAX_FRAMES, Arrived, ChannelEv
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
 from pdserve.kvtransfer.curve import CurveKeys, fresh_keys
 from pdserve.kvtransfer.doorkeeper import Doorkeeper
+from pdserve.kvtransfer.lent_payloads import MANY_LENT, LentPayloads
 from pdserve.kvtransfer.strangers import LOOK_S, Strangers
 
 SEND_HWM = 4096
@@ -51,10 +51,6 @@ LOSSES: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: _NOT_ADMITTED,
 }
 _READABLE = int(zmq.POLLIN)
-MANY_LENT = 3
-"""From so many payloads inside sockets on, somebody may wait for one of them."""
-_FIRST_REAP_S = 0.001
-_LAST_REAP_S = 0.016
 
 
 @dataclass(slots=True)
@@ -65,15 +61,6 @@ class _Dialled:
     monitor: zmq.Socket[bytes]
     fd: int = -1
     """Its connection's descriptor, once that stands."""
-
-
-@dataclass(slots=True)
-class _Lent:
-    """A payload that libzmq may still read. `sign` ends `poll` when pyzmq lets it go."""
-
-    tracker: zmq.MessageTracker
-    on_released: Callable[[], None]
-    sign: "weakref.ref[memoryview]"
 
 
 @dataclass(slots=True)
@@ -100,7 +87,7 @@ class ZeroMqChannel:
     ) -> None:
         self._keys = keys
         self._strangers = Strangers()
-        self._many_lent = min(num_buffers, MANY_LENT)
+        self._lent = LentPayloads(num_buffers, self.wake)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_in, self._wake_out = os.pipe()
@@ -115,8 +102,6 @@ class ZeroMqChannel:
         self._dialled: dict[Route, _Dialled] = {}
         self._numbers = count(1)
         self._wake_lock = threading.Lock()
-        self._lent: list[_Lent] = []
-        self._reap_s = _FIRST_REAP_S
         self._backlog: deque[ChannelEvent] = deque()
         self._is_closed = False
 
@@ -202,30 +187,23 @@ class ZeroMqChannel:
         socket, prefix = self._towards(route)
         if socket is None:
             return False
-        # A view of its own: pyzmq's thread drops it right after it marked the tracker. Waiting for the next look at the trackers
-        # instead would let `max frames in the socket` through per millisecond, however short they are.
-        lent = memoryview(payload)
-        sign = weakref.ref(lent, self._let_go)
+        lent, sign = self._lent.view(payload)
         try:
             tracker = socket.send_multipart([*prefix, header, lent], zmq.DONTWAIT, copy=False, track=True)
         except zmq.ZMQError:
             return False
         assert tracker is not None
-        self._lent.append(_Lent(tracker, on_released, sign))
-        self._reap_s = _FIRST_REAP_S
+        self._lent.add(tracker, on_released, sign)
         return True
 
     def poll(self, timeout_s: float | None) -> list[ChannelEvent]:
         """Wait for events. While payloads are lent out it returns early to look after them."""
         if self._backlog:
             return self._next_batch()
-        if self._reap():
+        if self._lent.reap():
             timeout_s = 0.0
-        if self._lent:
-            timeout_s = self._reap_s if timeout_s is None else min(timeout_s, self._reap_s)
-            self._reap_s = min(2 * self._reap_s, _LAST_REAP_S)
-        if self._strangers:
-            timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
+        looks_s = [timeout_s, self._lent.next_look_s(), LOOK_S if self._strangers else None]
+        timeout_s = min((look_s for look_s in looks_s if look_s is not None), default=None)
         timeout_ms = None if timeout_s is None else max(0, -int(-timeout_s * 1000 // 1))
         ready = {source for source, _ in self._poller.poll(timeout_ms)}
         if self._wake_in in ready:
@@ -238,7 +216,7 @@ class ZeroMqChannel:
             self._backlog.extend(self._dialled_events(route, dialled, ready))
         if self._strangers:
             self._strangers.cut()
-        self._reap()
+        self._lent.reap()
         return self._next_batch()
 
     def watch(self, fd: int) -> None:
@@ -278,18 +256,7 @@ class ZeroMqChannel:
         if self._doorkeeper is not None:
             self._doorkeeper.close()
         self._context.term()
-        for lent in self._lent:
-            # After `term` libzmq reads nothing any more; pyzmq's own thread only has to say so.
-            lent.on_released()
-        self._lent.clear()
-
-    def _let_go(self, sign: "weakref.ref[memoryview]") -> None:  # noqa: ARG002 - the signature of such callbacks
-        """End `poll`: a tracker is done. On pyzmq's thread.
-
-        Nobody waits for one of a few; those are found in the next turn, or when it is time to look.
-        """
-        if len(self._lent) >= self._many_lent:
-            self.wake()
+        self._lent.release_all()
 
     def _socket(self, kind: int, is_ipv6: bool) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
@@ -411,18 +378,6 @@ class ZeroMqChannel:
 
     def _next_batch(self) -> list[ChannelEvent]:
         return [self._backlog.popleft() for _ in range(min(MAX_BATCH, len(self._backlog)))]
-
-    def _reap(self) -> bool:
-        """Tell the owners of payloads that libzmq is done with; return whether there were any."""
-        if not self._lent:
-            return False
-        done = [lent for lent in self._lent if lent.tracker.done]
-        if done:
-            self._lent = [lent for lent in self._lent if lent not in done]
-            self._reap_s = _FIRST_REAP_S
-            for lent in done:
-                lent.on_released()
-        return bool(done)
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
