@@ -65,10 +65,10 @@ async def test_connections_have_a_bound(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_the_kernel_ends_connections_that_take_nothing(tmp_path: Path) -> None:
-    async with http_stage(tmp_path) as (stage, _):
+    async with http_stage(tmp_path, max_unread_s=12.5) as (stage, _):
         assert stage.router.http is not None
         with socket.socket(fileno=socket.dup(stage.router.http._socket.fileno())) as same:
-            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == listener.UNREAD_MS
+            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12_500
 
 
 async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ class Router:
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
         # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
-        self.server = GrpcServer(settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes)
+        self.server = GrpcServer(
+            settings.host,
+            settings.port,
+            max_message_bytes=2 * settings.max_message_bytes,
+            unread_s=settings.max_unread_s,
+        )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         """Serve until `stop`, drain until `stop_now` or the drain's end, and leave nothing behind."""
@@ -78,6 +83,7 @@ class Router:
                 self.grammars,
                 self._clock,
                 threads,
+                settings.max_unread_s,
             )
             texts = TextCalls(answering)
             front = InferenceFront(answering, texts, settings.max_message_bytes)
@@ -113,7 +119,7 @@ class Router:
             return None
         keys = tuple(key.get_secret_value() for key in settings.api_key)
         front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
-        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S)
+        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S, settings.max_unread_s)
 
     def _say_where(self) -> dict[str, str]:
         """Log where this router listens, and what it has to work with. Return the addresses that others reach it by."""
