@@ -7,7 +7,7 @@ import pytest
 from pdserve.core.errors import SlowReader
 from pdserve.core.work import FinishReason, SampledToken, TokenScore
 from pdserve.router.instructions import Fail, Finish
-from pdserve.router.mailbox import PARCEL_BYTES, Mailbox
+from pdserve.router.mailbox import PARCEL_BYTES, Mailbox, Parcel
 from pdserve.router.output import Gain, PromptToken, Shown
 from pdserve.router.packed import TOKEN_BYTES, TOP_BYTES, PackedPrompt, packed_score
 
@@ -101,7 +101,8 @@ async def test_a_stream_is_given_in_parcels_and_its_ends_with_the_last() -> None
     for sequence in (1, 0):
         mailbox.finish(Finish(sequence, FinishReason.LENGTH))
     mailbox.close(Fail(SlowReader("end")))
-    waiting, parcels = mailbox.num_bytes, []
+    waiting = mailbox.num_bytes
+    parcels: list[Parcel] = []
     while not parcels or parcels[-1].end is None:
         parcels.append(await mailbox.take())
         taken = waiting - mailbox.num_bytes

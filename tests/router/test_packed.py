@@ -19,6 +19,7 @@ from pdserve.router.packed import (
     PackedPrompt,
     PackedTokens,
     num_entries,
+    packed_bytes,
     packed_score,
 )
 from pdserve.router.prompt_scores import PromptScores
@@ -35,8 +36,10 @@ MOST = 1.15
 
 def test_tokens_come_out_as_they_went_in() -> None:
     packed = PackedTokens(3)
-    assert packed.add(TOKENS[:1]) == TOKEN_BYTES + 2 * TOP_BYTES
-    assert packed.add(TOKENS[1:]) == 2 * TOKEN_BYTES + TOP_BYTES
+    packed.add(TOKENS[:1])
+    assert packed_bytes(packed) == packed_bytes(TOKENS[:1]) == TOKEN_BYTES + 2 * TOP_BYTES
+    packed.add(TOKENS[1:])
+    assert packed_bytes(packed) == 3 * TOKEN_BYTES + 3 * TOP_BYTES
     assert tuple(packed) == TOKENS
     assert (packed[0], packed[-1], len(packed)) == (TOKENS[0], TOKENS[-1], 3)
     assert tuple(packed[1:]) == TOKENS[1:]

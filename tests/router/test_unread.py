@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pdserve.router.packed import TOKEN_BYTES, TOP_BYTES
 from pdserve.v1 import inference_pb2, node_pb2
 from tests.router.client_calls import IDS
-from tests.router.scripted_node import DEADLINE_S, Stage, start_stage, until
+from tests.router.scripted_node import DEADLINE_S, ScriptedNode, Stage, start_stage, until
 from tests.rpc.wire import Wire, connect
 
 pytestmark = pytest.mark.asyncio
@@ -30,11 +31,15 @@ async def long_stage(folder: Path, **given: object) -> AsyncIterator[Stage]:
     async with start_stage(folder, **given) as stage:
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = node.num_blocks = LENGTH
-            await until(lambda node=node: node.num_streams)  # type: ignore[misc]
+            await until(partial(is_attached, node))
             await node.attach_anew()
         await stage.until("ready", 2)
         yield stage
         await stage.leak_oracle()
+
+
+def is_attached(node: ScriptedNode) -> bool:
+    return node.num_streams > 0
 
 
 def question(n: int = 1, num_top: int = 0, *, stream: bool = True) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -95,10 +96,14 @@ async def one_answer(router: Process, prefill: ScriptedNode, decode: ScriptedNod
         wire.grant(0, 1 << 30)
         number = wire.call(GENERATE, question(N, NUM_TOP))
         submit = await begin(prefill, decode)
+
+        def has_come(least: int) -> bool:
+            return len(wire.streams[number].data) > least
+
         for turn in range(40):
             decode.step(tokens=[tokens(submit, sequence, 1 + STEP * turn) for sequence in range(N)])
             least = (turn + 1) * N * STEP * 100  # it keeps up: a token with its likely ones takes more than 100 bytes
-            await wire.until(lambda least=least: len(wire.streams[number].data) > least)  # type: ignore[misc]
+            await wire.until(partial(has_come, least))
         for sequence in range(N):
             last = tokens(submit, sequence, 1 + 40 * STEP)
             last.finish_reason = inference_pb2.FINISH_REASON_LENGTH

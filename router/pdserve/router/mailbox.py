@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pdserve.router.chat.gains import ToolCallGain, merged_calls
 from pdserve.router.instructions import Answer, Fail, Finish
 from pdserve.router.output import Gain, PromptToken, Shown
-from pdserve.router.packed import PackedPrompt, PackedTokens, num_entries
+from pdserve.router.packed import PackedPrompt, PackedTokens, num_entries, packed_bytes
 
 PARCEL_BYTES = 32 * 1024
 """About what a front is given at once of a stream, so that what is with the transport stays small beside what waits here: in
 protobuf it takes as much, in JSON with likely tokens ten times as much."""
+MAX_LOOSE_TOKENS = 4
+"""Tokens of a piece that is worth no packing, as long as it waits alone."""
 CALL_BYTES = 320
 """What a piece of a tool call takes besides its text."""
 
@@ -123,28 +125,51 @@ class Mailbox:
 
 
 class _Pieces:
-    """Consecutive pieces of one sequence, in flat memory."""
+    """Consecutive pieces of one sequence, in flat memory. A small one that is taken before the next comes stays as it is."""
 
-    __slots__ = ("_calls", "_matched_stop", "_reasoning", "_text", "_tokens", "num_bytes")
+    __slots__ = ("_calls", "_matched_stop", "_only", "_reasoning", "_sequence", "_text", "_tokens", "num_bytes")
+
+    _calls: list[ToolCallGain]
+    _matched_stop: str | None
+    _reasoning: bytearray
+    _text: bytearray
+    _tokens: PackedTokens
 
     def __init__(self, sequence: int) -> None:
-        self._tokens = PackedTokens(sequence)
-        self._text, self._reasoning = bytearray(), bytearray()
-        self._calls: list[ToolCallGain] = []
-        self._matched_stop: str | None = None
+        self._sequence = sequence
+        self._only: Shown | None = None
         self.num_bytes = 0
 
     def add(self, shown: Shown) -> int:
         """Add the next piece; return how many bytes it takes."""
-        self._text += shown.text.encode()
-        self._reasoning += shown.reasoning.encode()
-        self._calls += shown.tool_calls
-        self._matched_stop = shown.matched_stop
-        num_more = self._tokens.add(shown.tokens) + shown.num_text_bytes + CALL_BYTES * len(shown.tool_calls)
+        num_more = shown.num_text_bytes + CALL_BYTES * len(shown.tool_calls) + packed_bytes(shown.tokens)
+        if not self.num_bytes:
+            self._only = shown
+        if self.num_bytes or len(shown.tokens) > MAX_LOOSE_TOKENS:
+            self._pack(shown)
         self.num_bytes += num_more
         return num_more
 
     def merged(self) -> Shown:
         """Return them as one."""
+        if self._only is not None:
+            return self._only
         calls = merged_calls(self._calls) if self._calls else ()
         return Shown(self._text.decode(), self._tokens, self._matched_stop, self._reasoning.decode(), calls)
+
+    def _pack(self, shown: Shown) -> None:
+        if self._only is not None:
+            first, self._only = self._only, None
+            self._tokens, self._text, self._reasoning, self._calls = (
+                PackedTokens(self._sequence),
+                bytearray(),
+                bytearray(),
+                [],
+            )
+            if first is not shown:
+                self._pack(first)
+        self._text += shown.text.encode()
+        self._reasoning += shown.reasoning.encode()
+        self._calls += shown.tool_calls
+        self._matched_stop = shown.matched_stop
+        self._tokens.add(shown.tokens)

@@ -31,9 +31,8 @@ class PackedTokens(Sequence[SampledToken]):
         self._top_ends, self._top_ids, self._top_logprobs = array("I"), array("I"), array("f")
         self.add(tokens)
 
-    def add(self, tokens: Iterable[SampledToken]) -> int:
-        """Add the next tokens; return how many bytes they take."""
-        before = self.num_bytes
+    def add(self, tokens: Iterable[SampledToken]) -> None:
+        """Add the next tokens."""
         for token in tokens:
             self._indexes.append(token.index)
             self._ids.append(token.token_id)
@@ -42,12 +41,6 @@ class PackedTokens(Sequence[SampledToken]):
                 self._top_ids.extend([token_id for token_id, _ in token.top])
                 self._top_logprobs.extend([logprob for _, logprob in token.top])
             self._top_ends.append(len(self._top_ids))
-        return self.num_bytes - before
-
-    @property
-    def num_bytes(self) -> int:
-        """What the tokens take, bytes."""
-        return TOKEN_BYTES * len(self._ids) + TOP_BYTES * len(self._top_ids)
 
     @property
     def num_entries(self) -> int:
@@ -165,3 +158,8 @@ def num_entries(tokens: Sequence[SampledToken] | Sequence[PromptToken]) -> int:
     if isinstance(tokens, PackedTokens | PackedPrompt):
         return tokens.num_entries
     return sum(1 + len(token.top) for token in tokens)
+
+
+def packed_bytes(tokens: Sequence[SampledToken]) -> int:
+    """Return what tokens take once they are packed, bytes."""
+    return TOKEN_BYTES * len(tokens) + TOP_BYTES * (num_entries(tokens) - len(tokens))

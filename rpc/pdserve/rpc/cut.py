@@ -40,7 +40,7 @@ def cut(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, mess
     try:
         context.peer_identities()
     finally:
-        _CYGRPC.peer_identities = lent  # type: ignore[attr-defined]
+        _CYGRPC.peer_identities = lent  # type: ignore[attr-defined]  # the module has no stubs
     match outcomes:
         case [Exception() as error]:
             raise RuntimeError("this version of gRPC does not let a call be cut") from error

@@ -56,11 +56,16 @@ class HttpListener:
                 hint="another process took the port just now; choose another --http-port",
             ) from None
         self.port: int = self._socket.getsockname()[1]
+
+        class Connection(BoundedConnection):
+            """A connection of this port."""
+
+        Connection.unread_s = unread_s
         self._server = QuietServer(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=BoundedConnection,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
