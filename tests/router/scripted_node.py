@@ -38,6 +38,7 @@ class ScriptedNode:
     tokenizer_digest: str
     incarnation: bytes = field(default_factory=new_incarnation)
     max_model_len: int = 1000
+    num_blocks: int = 100
     weight_digest: str = "w"
     wire_dtype: str = "float32"
     refusal: PdserveError | None = None
@@ -110,7 +111,7 @@ class ScriptedNode:
                 self.heard.put_nowait(request)
             if request.WhichOneof("message") == "peers" and self.links_up:
                 connected = [peer.incarnation for peer in request.peers.nodes]
-                self.say(status=node_pb2.NodeStatus(connected_peers=connected, num_free_blocks=100))
+                self.say(status=node_pb2.NodeStatus(connected_peers=connected, num_free_blocks=self.num_blocks))
         self._words.put_nowait(None)
 
     async def _beat(self, context: Context) -> None:
@@ -129,11 +130,16 @@ class ScriptedNode:
             identity=identity,
             capabilities=capabilities,
             kv_endpoints=[node_pb2.KvEndpoint(address="tcp://127.0.0.1:1")] if self.role is Role.DECODE else [],
-            num_blocks=100,
+            num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
             lease_s=self.lease_s,
             eos_token_ids=[2],
         )
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether the stream took everything that was said."""
+        return self._words.empty()
 
     def hang_up(self) -> None:
         """Close the stream, which must stand."""

@@ -346,15 +346,19 @@ async def test_a_stop_text_is_not_shown(http: Http) -> None:
     assert response.json()["choices"][0]["text"] == "ab"
 
 
+class Hasty:
+    """Of an `Answering`, the wait for clients, which gives up at once."""
+
+    unread_s = 0.0
+    until_taken = Answering.until_taken
+
+
 @pytest.mark.parametrize("has_begun", [False, True], ids=["before", "in mid-stream"])
-async def test_a_client_that_takes_no_error_either_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch, has_begun: bool
-) -> None:
+async def test_a_client_that_takes_no_error_either_is_no_fault(has_begun: bool) -> None:
     """The second wait for it raised out of the application, with a traceback in the log."""
-    monkeypatch.setattr(answering, "CLIENT_STALL_S", 0.0)
     asked = Asked((), Wishes(), stream=True, label="l")
     shape = ChatShape(TokenFormat(TokenTexts(vocabulary_of(byte_level_tokenizer())), asked.wishes))
-    response = AnswerResponse(cast("Answering", None), asked, shape, Head("id", 0, "m"), 0.0)
+    response = AnswerResponse(cast("Answering", Hasty()), asked, shape, Head("id", 0, "m"), 0.0)
     response._has_begun = has_begun
 
     async def never() -> Message:

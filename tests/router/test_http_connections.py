@@ -67,10 +67,10 @@ async def test_connections_have_a_bound(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_the_kernel_ends_connections_that_take_nothing(tmp_path: Path) -> None:
-    async with http_stage(tmp_path) as (stage, _):
+    async with http_stage(tmp_path, max_unread_s=12.5) as (stage, _):
         assert stage.router.http is not None
         with socket.socket(fileno=socket.dup(stage.router.http._socket.fileno())) as same:
-            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == listener.UNREAD_MS
+            assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 12_500
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
@@ -78,20 +78,34 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path, with_tls:
     """Bounded as over gRPC: once the socket is full, `max_unread_bytes` may wait. Nor does it keep the router from stopping."""
     authority = Authority(tmp_path) if with_tls else None
     with socket.socket() as deaf:
-        await asyncio.wait_for(leave_unread(tmp_path, deaf, authority), 2 * DEADLINE_S)
+        await asyncio.wait_for(leave_unread(tmp_path, deaf, authority, max_unread_bytes=100_000), 2 * DEADLINE_S)
 
 
-async def leave_unread(folder: Path, plain: socket.socket, authority: Authority | None) -> None:
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+async def test_a_connection_whose_client_reads_nothing_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_tls: bool
+) -> None:
+    """Closing it waited for the client, until the kernel had enough; here the kernel never has."""
+    monkeypatch.setattr(connection, "UNREAD_GRACE_S", 0.1)
+    authority = Authority(tmp_path) if with_tls else None
+    limits = {"max_unread_s": 0.5, "max_unread_bytes": 1 << 30}
+    with socket.socket() as deaf:
+        await asyncio.wait_for(leave_unread(tmp_path, deaf, authority, **limits), 3 * DEADLINE_S)
+
+
+async def leave_unread(folder: Path, plain: socket.socket, authority: Authority | None, **limits: object) -> None:
     context, files = None, {}
     if authority is not None:
         context = ssl.create_default_context(cafile=authority.ca)
         pair = authority.issue("router")
         files = {"tls_cert": str(pair.cert), "tls_key": str(pair.key)}
-    async with front_stage(folder, context, {"max_unread_bytes": 100_000, **files}) as (stage, client):
+    async with front_stage(folder, context, {**limits, **files}) as (stage, client):
         for node in (*stage.prefill, *stage.decode):
             node.max_model_len = 1 << 20
             await node.attach_anew()
         await stage.until("ready", 2)
+        assert stage.router.http is not None
+        stage.router.http._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
         body = json.dumps(body_of(COMPLETIONS, max_tokens=100_000, stream=True, logprobs=20)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
 
@@ -113,7 +127,10 @@ async def leave_unread(folder: Path, plain: socket.socket, authority: Authority 
         stopped = asyncio.create_task(stage.decode[0].next_of("cancel"))
         index = 1
         while not stopped.done():
-            assert index < 90_000, "the router took it all"
+            if index > 90_000:
+                assert "max_unread_s" in limits, "the router took it all"
+                await stopped
+                break
             message = node_pb2.SequenceTokens(
                 session_id=submit.session_id,
                 attempt=1,
@@ -129,4 +146,7 @@ async def leave_unread(folder: Path, plain: socket.socket, authority: Authority 
         assert index > 1200, "twice what may wait in the router: the rest is in the socket"
         stage.decode[0].released(await stopped, node_pb2.LEG_OUTCOME_CANCELLED)
         await until(lambda: stage.router.sessions.gauges()["failed_total"] == 1)
+        if "max_unread_s" in limits:
+            state = stage.router.http._server.server_state
+            await until(lambda: not state.connections)
         deaf.close()

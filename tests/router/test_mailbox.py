@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from pdserve.core.errors import SlowReader
-from pdserve.core.work import FinishReason, SampledToken
+from pdserve.core.work import FinishReason, SampledToken, TokenScore
 from pdserve.router.instructions import Fail, Finish
-from pdserve.router.mailbox import TOKEN_BYTES, TOP_BYTES, Mailbox
+from pdserve.router.mailbox import PARCEL_BYTES, Mailbox, Parcel
 from pdserve.router.output import Gain, PromptToken, Shown
+from pdserve.router.packed import TOKEN_BYTES, TOP_BYTES, PackedPrompt, packed_score
 
 pytestmark = pytest.mark.asyncio
 
@@ -33,20 +34,20 @@ async def test_what_waits_is_merged_in_order() -> None:
 
 async def test_sequences_are_merged_each_for_itself_and_everything_is_given_once() -> None:
     mailbox = Mailbox(1000)
-    prompt = (PromptToken(7, None), PromptToken(8, -1.5, ((8, -1.5),)))
-    mailbox.put_prompt(prompt)
+    mailbox.put_prompt(PackedPrompt((7, 8), (None, packed_score(TokenScore(-1.5, ((8, -1.5),))))))
     mailbox.put(gain("x", 1, sequence=1))
     mailbox.put(gain("a", 2))
     mailbox.put(gain("y", 3, sequence=1))
     mailbox.finish(Finish(1, FinishReason.LENGTH))
     mailbox.finish(Finish(0, FinishReason.STOP))
     parcel = await mailbox.take()
-    assert parcel.prompt == prompt
+    assert tuple(parcel.prompt) == (PromptToken(7, None), PromptToken(8, -1.5, ((8, -1.5),)))
     assert [(gain.sequence, gain.shown.text) for gain in parcel.gains] == [(0, "a"), (1, "xy")]
     assert [finish.sequence for finish in parcel.finished] == [1, 0]
     mailbox.put(gain("b", 4))
     later = await mailbox.take()
-    assert (later.prompt, later.finished, later.gains) == ((), (), (gain("b", 4),))
+    assert (later.finished, later.gains) == ((), (gain("b", 4),))
+    assert not later.prompt
 
 
 async def test_alternatives_count_towards_the_bound() -> None:
@@ -88,3 +89,30 @@ async def test_what_nobody_will_read_is_dropped() -> None:
     mailbox.put(gain("a", 1))
     mailbox.discard()
     assert mailbox.num_bytes == 0
+
+
+async def test_a_stream_is_given_in_parcels_and_its_ends_with_the_last() -> None:
+    """One write of all that waited held it a second time, as text ten times as large."""
+    mailbox = Mailbox(1 << 20)
+    text = "x" * 1000
+    for turn in range(100):
+        for sequence in (0, 1):
+            assert mailbox.put(gain(text, turn, sequence=sequence))
+    for sequence in (1, 0):
+        mailbox.finish(Finish(sequence, FinishReason.LENGTH))
+    mailbox.close(Fail(SlowReader("end")))
+    waiting = mailbox.num_bytes
+    parcels: list[Parcel] = []
+    while not parcels or parcels[-1].end is None:
+        parcels.append(await mailbox.take())
+        taken = waiting - mailbox.num_bytes
+        assert taken <= PARCEL_BYTES + 1000 + TOKEN_BYTES
+        waiting = mailbox.num_bytes
+    assert (waiting, len(parcels) > 4) == (0, True)
+    assert [[gain.sequence for gain in parcel.gains] for parcel in parcels[:4]] == [[0], [1], [0], [1]]
+    for sequence in (0, 1):
+        shown = [gain.shown for parcel in parcels for gain in parcel.gains if gain.sequence == sequence]
+        assert sum(len(part.text) for part in shown) == 100_000
+        assert [token.token_id for part in shown for token in part.tokens] == list(range(100))
+    assert [parcel.finished for parcel in parcels[:-1]] == [()] * (len(parcels) - 1)
+    assert [finish.sequence for finish in parcels[-1].finished] == [1, 0]

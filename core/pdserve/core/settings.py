@@ -234,7 +234,12 @@ class RouterSettings(ProcessSettings):
     queue_wait_s: Seconds = Field(60.0, description="Longest wait for a node before a request is refused.")
     max_attempts: Positive = Field(4, description="Failed attempts after which a request ends with an error.")
     resume_wait_s: Seconds = Field(30.0, description="Longest wait for a node that can take over a request.")
-    max_unread_bytes: Positive = Field(1 << 20, description="Text and tokens kept for a client that does not read.")
+    max_unread_bytes: Positive = Field(
+        1 << 20, description="Memory for text and tokens of a stream whose client does not read; more ends its request."
+    )
+    max_unread_s: Seconds = Field(
+        60.0, description="Time for which a client may leave unread what it is sent before its request ends."
+    )
     max_message_bytes: Positive = Field(4 << 20, description="Largest request.")
     chat_template: Path | None = Field(None, description="Jinja file of a chat template to use instead of the model's.")
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(

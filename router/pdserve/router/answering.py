@@ -28,8 +28,6 @@ from pdserve.router.tokenizer import TextModel
 from pdserve.router.validation import check_model, label_fault, resolve_lengths, validate
 from pdserve.rpc.process_gauges import process_gauges
 
-CLIENT_STALL_S = 60.0
-"""Time for which a client may leave a message with the transport; what waits meanwhile is bounded in bytes."""
 MAX_INLINE_CHARS = 4096
 """Texts up to this length are tokenized on the event loop (well under a millisecond); longer ones on a thread."""
 MAX_INLINE_ENTRIES = 10_000
@@ -108,7 +106,10 @@ class Answering:
         grammars: GrammarDoor,
         clock: Clock,
         threads: Executor,
+        unread_s: float,
     ) -> None:
+        """Make it of its parts. `unread_s` is how long a client may leave a message with the transport."""
+        self.unread_s = unread_s
         self.process, self.model, self.membership = process, model, membership
         self.admission, self.sessions, self.clock = admission, sessions, clock
         self._grammars, self._threads = grammars, threads
@@ -138,17 +139,35 @@ class Answering:
             self.refused(call.request_id, error)
             raise
         reply = Reply(entry, self.meters, self.clock, self.process)
+        slow: SlowReader | None = None
         try:
             yield reply
+        except SlowReader as error:
+            slow = error
+            raise
         finally:
             if not reply.is_over:
-                self.meters.cancelled()
-            self.sessions.client_left(entry)
+                self._meter_left(slow)
+            self.sessions.client_left(entry, slow)
+
+    def _meter_left(self, slow: SlowReader | None) -> None:
+        if slow is None:
+            self.meters.cancelled()
+        else:
+            self.meters.failed(slow)
 
     def refused(self, label: str, error: PdserveError) -> None:
         """Tell of a request that got no session. The label may be anything."""
         self.meters.refused(error)
         journal.refused(label if label_fault(label) is None else "", error)
+
+    async def until_taken(self, sending: Awaitable[object]) -> None:
+        """Hand something to a transport; raise SlowReader if the client takes nothing for too long. (gRPC does so by itself.)"""
+        try:
+            async with asyncio.timeout(self.unread_s):
+                await sending
+        except TimeoutError:
+            raise SlowReader(f"the client read nothing for {self.unread_s:g} s", hint="read the answer") from None
 
     async def encode(self, given: ValidInput) -> tuple[int, ...]:
         """Return the ids of an input that was checked. Long inputs do not hold up the event loop."""
@@ -244,12 +263,3 @@ class Answering:
             )
         eos = frozenset().union(*(self.membership.eos_token_ids(load.incarnation) for load in loads))
         return resolve_lengths(num_prompt_ids, request, limits, eos, self.model.vocab_size)
-
-
-async def until_taken(sending: Awaitable[object], what: str) -> None:
-    """Hand something to the transport; raise SlowReader if the client takes nothing for too long. `what` it should read."""
-    try:
-        async with asyncio.timeout(CLIENT_STALL_S):
-            await sending
-    except TimeoutError:
-        raise SlowReader(f"the client read nothing for {CLIENT_STALL_S:g} s", hint=f"read the {what}") from None

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from pdserve.core.errors import PdserveError
 from pdserve.router import pb, pb_text
-from pdserve.router.answering import Answering, Reply, until_taken
+from pdserve.router.answering import Answering, Reply
 from pdserve.router.instructions import Fail
 from pdserve.router.request import GenerateCall
 from pdserve.router.text_calls import TextCalls
@@ -102,16 +102,16 @@ class InferenceFront:
             raise
 
     async def _answer(self, reply: Reply, context: Context) -> None:
-        """Write what comes until the answer ends. Raises the session's error if it ends badly."""
+        """Write what comes until the answer ends. Raises the session's error if it ends badly, SlowReader if nobody reads it."""
         while True:
             parcel = await reply.take()
             closing = pb.Closing(reply.request, reply.processes)
             if reply.request.stream:
                 for piece in pb.prompt_pieces(parcel):
-                    await until_taken(context.write(pb.response(piece, closing)), "stream")
+                    await context.write(pb.response(piece, closing))
             else:
                 whole = await self._answering.put_into_words(parcel.num_entries, partial(pb.response, parcel, closing))
-                await until_taken(context.write(whole), "stream")
+                await context.write(whole)
             if isinstance(parcel.end, Fail):
                 raise parcel.end.error
             if parcel.end is not None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation, TransferId
 from pdserve.core.work import FinishReason
-from pdserve.router.output import Gain, PromptToken
+from pdserve.router.output import Gain
+from pdserve.router.packed import PackedPrompt
 from pdserve.router.sequences import Sequences
 from pdserve.router.timeline import Timeline
 
@@ -76,7 +77,7 @@ class CancelLeg:
 class DeliverPrompt:
     """Show the client the scores of the whole prompt, before anything else."""
 
-    tokens: tuple[PromptToken, ...]
+    tokens: PackedPrompt
 
 
 @dataclass(frozen=True, slots=True)

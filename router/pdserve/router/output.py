@@ -24,7 +24,7 @@ class Shown:
     """What a client may see now. `matched_stop` ends the sequence; `reasoning` and `tool_calls` are no part of `text`."""
 
     text: str = ""
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: Sequence[SampledToken] = ()
     matched_stop: str | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCallGain, ...] = ()

@@ -264,7 +264,7 @@ def _unknown_fields(message: Message, path: str) -> Iterable[str]:
 
 
 def _delta_to_pb(gain: Gain, has_top: bool) -> inference_pb2.Delta:
-    tokens = gain.shown.tokens
+    tokens = tuple(gain.shown.tokens)
     return inference_pb2.Delta(
         sequence=gain.sequence,
         text=gain.shown.text,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pdserve.core.work import TokenScore
-from pdserve.router.output import PromptToken
+from pdserve.router.packed import PackedPrompt, packed_score
 
 
 class PromptScores:
@@ -11,26 +11,26 @@ class PromptScores:
 
     def __init__(self, prompt_ids: tuple[int, ...]) -> None:
         self._prompt_ids = prompt_ids
-        self._scores: dict[int, TokenScore] = {}
+        self._scores: list[bytes | None] = [None] * len(prompt_ids)
+        self._num_missing = len(prompt_ids) - 1
 
     @property
     def is_complete(self) -> bool:
         """Whether every token but the first has its score."""
-        return len(self._scores) == len(self._prompt_ids) - 1
+        return self._num_missing == 0
 
     def take(self, start: int, scores: Sequence[TokenScore]) -> bool:
         """Take scores from position `start` on; a position that is known keeps its score. Return whether they fit the prompt."""
         if start < 1 or start + len(scores) > len(self._prompt_ids):
             return False
         for position, score in enumerate(scores, start):
-            self._scores.setdefault(position, score)
+            if self._scores[position] is None:
+                self._scores[position] = packed_score(score)
+                self._num_missing -= 1
         return True
 
-    def tokens(self) -> tuple[PromptToken, ...]:
-        """Return the scored prompt; to be called when it is complete."""
-        first = PromptToken(self._prompt_ids[0], None)
-        rest = (
-            PromptToken(token_id, self._scores[position].logprob, self._scores[position].top)
-            for position, token_id in enumerate(self._prompt_ids[1:], 1)
-        )
-        return (first, *rest)
+    def give(self) -> PackedPrompt:
+        """Hand over the scored prompt, once it is complete: it is kept no longer here than there."""
+        prompt = PackedPrompt(self._prompt_ids, self._scores)
+        self._scores = []
+        return prompt

@@ -1,5 +1,6 @@
 """The accepted output of one sequence: tokens by absolute index, each once and in order, whatever order they come in."""
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Sequence:
         self._rules = rules
         self._output = output
         self._early: dict[int, SampledToken] = {}
-        self.token_ids: list[int] = []
+        self.token_ids = array("I")
         self.end: End | None = None
         self.num_duplicates = 0
 

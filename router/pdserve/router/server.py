@@ -67,7 +67,11 @@ class Router:
         self._tls, self._links_tls = tls_source(settings.tls_listening), tls_source(settings.tls_dialling)
         # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
         self.server = GrpcServer(
-            settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes, tls=self._tls
+            settings.host,
+            settings.port,
+            max_message_bytes=2 * settings.max_message_bytes,
+            unread_s=settings.max_unread_s,
+            tls=self._tls,
         )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
@@ -83,6 +87,7 @@ class Router:
                 self.grammars,
                 self._clock,
                 threads,
+                settings.max_unread_s,
             )
             texts = TextCalls(answering)
             front = InferenceFront(answering, texts, settings.max_message_bytes)
@@ -119,7 +124,9 @@ class Router:
             return None
         keys = tuple(key.get_secret_value() for key in settings.api_key)
         front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
-        return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S, tls=self._tls)
+        return HttpListener(
+            front.app, settings.host, settings.http_port, LAST_GRACE_S, settings.max_unread_s, tls=self._tls
+        )
 
     def _say_where(self) -> dict[str, str]:
         """Log where this router listens, and what it has to work with. Return the addresses that others reach it by."""

@@ -122,7 +122,7 @@ class Session:
         """Start: ask for the first placement."""
         self.timeline.enter(StageName.PLACEMENT, 1, now_s)
         if self._scores is not None and self._scores.is_complete:
-            self._out.append(DeliverPrompt(self._scores.tokens()))
+            self._out.append(DeliverPrompt(self._scores.give()))
         self._ask_placement(now_s)
         return self._take_out(now_s)
 
@@ -274,7 +274,7 @@ class Session:
         if self._scores is None or self._scores.is_complete or not self._scores.take(event.start, event.scores):
             self.num_stray_events += 1
         elif self._scores.is_complete:
-            self._out.append(DeliverPrompt(self._scores.tokens()))
+            self._out.append(DeliverPrompt(self._scores.give()))
             waiting, self._tokens_before_scores = self._tokens_before_scores, []
             self._accept(tuple(waiting), now_s)
 

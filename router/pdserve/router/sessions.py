@@ -128,10 +128,12 @@ class Sessions:
         self._placing.pump()
         return entry
 
-    def client_left(self, entry: OpenSession) -> None:
-        """Say that nobody reads the answer any more. Harmless when it is complete."""
+    def client_left(self, entry: OpenSession, error: PdserveError | None = None) -> None:
+        """Say that nobody reads the answer any more, or, with an error, that it is given up. Harmless when it is complete."""
         entry.mailbox.discard()
         for member in self._members(entry.family):
+            if error is not None:
+                self._tell(member, Aborted(error))
             self._tell(member, ClientLeft())
 
     def leg_event(self, session_id: int, event: LegEvent) -> None:

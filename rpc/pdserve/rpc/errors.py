@@ -51,6 +51,20 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pdserve
     raise AssertionError("context.abort always raises")
 
 
+def terse(reason: str, message: str) -> str:
+    """Return the message of a status that has no room for details; `error_from_rpc` reads the reason off it."""
+    return f"{reason}: {message}" if reason else message
+
+
+def reason_in(trailing_metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """Return the reason of the error whose details the metadata hold; "" if they hold none."""
+    status, info = _status_of(trailing_metadata), error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Is(info.DESCRIPTOR):
+            detail.Unpack(info)
+    return str(info.reason)
+
+
 def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     """Return the typed error that a failed call carries; calls without our details become the class of their code."""
     status = _status_in(error)
@@ -64,6 +78,9 @@ def error_from_rpc(error: grpc.RpcError) -> PdserveError:
     metadata = dict(info.metadata)
     hint = metadata.pop("hint", "")
     message = (error.details() or error.code().name).removesuffix(f" ({hint})")
+    first, _, rest = message.partition(": ")
+    if status is None and rest and _kind_of(first) is not None:
+        info.reason, message = first, rest
     return _class_of(info.reason, error.code())(
         message,
         hint=hint,
@@ -75,7 +92,10 @@ def error_from_rpc(error: grpc.RpcError) -> PdserveError:
 
 def _status_in(error: grpc.RpcError) -> status_pb2.Status | None:
     # The stubs know metadata as objects with two attributes; they are pairs.
-    pairs = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    return _status_of(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
+
+
+def _status_of(pairs: Iterable[tuple[str, str | bytes]]) -> status_pb2.Status | None:
     for key, value in pairs:
         if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
             raw = value if isinstance(value, bytes) else value.encode("latin-1")
@@ -84,10 +104,12 @@ def _status_in(error: grpc.RpcError) -> status_pb2.Status | None:
 
 
 def _class_of(reason: str, code: grpc.StatusCode) -> type[PdserveError]:
-    for kind in GRPC_CODES:
-        if kind is not errors.ConfigError and kind("").reason == reason:
-            return kind
-    return _BY_CODE.get(code, errors.InternalError)
+    return _kind_of(reason) or _BY_CODE.get(code, errors.InternalError)
+
+
+def _kind_of(reason: str) -> type[PdserveError] | None:
+    kinds = (kind for kind in GRPC_CODES if kind is not errors.ConfigError)
+    return next((kind for kind in kinds if kind("").reason == reason), None)
 
 
 _BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {

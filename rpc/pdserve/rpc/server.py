@@ -5,10 +5,12 @@ import os
 from collections.abc import Callable
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import AddressInUse
+from pdserve.rpc.bounded_calls import UNREAD_S, BoundedCalls
+from pdserve.rpc.health import HEALTH_NAME, Health
 from pdserve.rpc.options import server_options
 from pdserve.rpc.ports import check_port
 from pdserve.rpc.tls import TlsSource, server_credentials
@@ -20,16 +22,26 @@ LIVENESS = "liveness"
 class GrpcServer:
     """One server on one port: services, `grpc.health.v1` and reflection.
 
-    Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness". With `tls` the port speaks
-    nothing else, health and reflection included.
+    Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness". Clients that leave what they
+    are sent unread for `unread_s` lose their calls. With `tls` the port speaks nothing else, health and reflection included.
     """
 
-    def __init__(self, host: str, port: int, *, max_message_bytes: int = 4 << 20, tls: TlsSource | None = None) -> None:
-        self._server = grpc.aio.server(options=server_options(max_message_bytes))
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int = 4 << 20,
+        unread_s: float = UNREAD_S,
+        tls: TlsSource | None = None,
+    ) -> None:
+        self._server = grpc.aio.server(
+            options=server_options(max_message_bytes), interceptors=(BoundedCalls(unread_s),)
+        )
         self._host, self._tls = host, tls
         self._asked_port = port
-        self._names = [reflection.SERVICE_NAME, health.SERVICE_NAME]
-        self._health = health.aio.HealthServicer()
+        self._names = [reflection.SERVICE_NAME, HEALTH_NAME]
+        self._health = Health()
         self.port = 0
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
@@ -43,7 +55,7 @@ class GrpcServer:
         check_port(self._host, self._asked_port, "--port")
         reflection.enable_server_reflection(self._names, self._server)
         await self.set_ready(False)
-        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             self.port = self._bind(f"{host}:{self._asked_port}")
@@ -62,11 +74,11 @@ class GrpcServer:
     async def set_ready(self, ready: bool) -> None:
         """Tell readiness."""
         state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", state)
+        self._health.set("", state)
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls, wait up to `grace_s` for running ones, then cut them."""
-        await self._health.enter_graceful_shutdown()
+        self._health.shut_down()
         await self._server.stop(grace_s)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
-from pdserve.router.answering import Answering, Reply, until_taken
+from pdserve.router.answering import Answering, Reply
 from pdserve.router.http.errors import HttpFault, JsonObject, answer_of
 from pdserve.router.http.extension import extension, server_timing
 from pdserve.router.http.fields import Asked, Wishes
@@ -81,7 +81,7 @@ class AnswerResponse:
         num_entries = sum(parcel.num_entries for _, parcel in whole)
         response = await self._answering.put_into_words(num_entries, partial(self._body, whole))
         self._has_begun = True
-        await until_taken(response(scope, receive, send), "answer")
+        await self._answering.until_taken(response(scope, receive, send))
 
     def _body(self, whole: Sequence[tuple[Reply, Parcel]]) -> JSONResponse:
         answered = [(reply, parcel.end) for reply, parcel in whole if isinstance(parcel.end, Answer)]
@@ -124,7 +124,7 @@ class AnswerResponse:
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
         if events or is_last:
             body = {"type": "http.response.body", "body": b"".join(events), "more_body": not is_last}
-            await until_taken(send(body), "answer")
+            await self._answering.until_taken(send(body))
 
     # ---- both
 
@@ -136,12 +136,15 @@ class AnswerResponse:
 
     async def _fail(self, error: PdserveError, scope: Scope, receive: Receive, send: Send) -> None:
         """Say what went wrong: with its status, or, in a stream that has begun, as its last event, without `[DONE]`."""
+        if not self._has_begun:
+            told: Awaitable[None] = error_response(error, self._asked.names)(scope, receive, send)
+        elif isinstance(error, SlowReader):
+            return
+        else:
+            body = event(answer_of(error, self._asked.names).body)
+            told = send({"type": "http.response.body", "body": body, "more_body": False})
         with contextlib.suppress(SlowReader):  # whoever reads nothing hears of no error either
-            if not self._has_begun:
-                await until_taken(error_response(error, self._asked.names)(scope, receive, send), "answer")
-            elif not isinstance(error, SlowReader):
-                body = event(answer_of(error, self._asked.names).body)
-                await until_taken(send({"type": "http.response.body", "body": body, "more_body": False}), "answer")
+            await self._answering.until_taken(told)
 
 
 class EventStream:

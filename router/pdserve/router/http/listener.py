@@ -18,8 +18,7 @@ BACKLOG = 2048
 MAX_CONNECTIONS = 8192
 """Open connections, idle ones included, if the process may have three times as many descriptors; 503 beyond it."""
 MAX_DESCRIPTORS = 65_536
-UNREAD_MS = 60_000
-"""Time for which a client may leave sent bytes untaken, a complete answer too: the kernel ends its connection then."""
+MAX_INT = 2**31 - 1
 IDLE_S = 75
 """Time that an idle connection is kept."""
 
@@ -36,10 +35,13 @@ class QuietServer(uvicorn.Server):
 class HttpListener:
     """One port. `serve` is its whole life."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, grace_s: float, tls: TlsSource | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, grace_s: float, unread_s: float, tls: TlsSource | None = None
+    ) -> None:
         """Bind the port; raises AddressInUse if it is taken. `grace_s` is what open requests get once it stops.
 
-        With `tls` it speaks HTTPS alone.
+        A client that leaves sent bytes untaken for `unread_s`, a complete answer too, loses its connection to the kernel. With
+        `tls` the port speaks HTTPS alone.
         """
         check_port(host, port, "--http-port")
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -47,7 +49,9 @@ class HttpListener:
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
+                self._socket.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(round(unread_s * 1e3), MAX_INT)
+                )
             self._socket.bind(address)
             self._socket.listen(BACKLOG)
         except OSError as error:
@@ -59,11 +63,16 @@ class HttpListener:
         self.port: int = self._socket.getsockname()[1]
         limit = connection_limit()
         context = None if tls is None else RenewedContext.of(tls, limit * 3 // 2)
+
+        class Connection(BoundedConnection):
+            """A connection of this port."""
+
+        Connection.unread_s = unread_s
         self._server = QuietServer(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=BoundedConnection,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

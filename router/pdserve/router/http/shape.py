@@ -22,7 +22,7 @@ class PromptView:
 
     request: ValidRequest
     ids: tuple[int, ...]
-    scores: tuple[PromptToken, ...] = ()
+    scores: Sequence[PromptToken] = ()
 
 
 class Shape(Protocol):
