@@ -336,6 +336,35 @@ def test_a_hundred_peers_at_once_are_bounded_and_all_arrive() -> None:
     assert crowd.most_under_way > num_peers * BASE // 2, "the test sent too little to mean anything"
 
 
+def test_room_that_comes_back_is_told_to_who_came_off_short() -> None:
+    """A peer whose connection is lost gives back what it leased, and another goes on with it."""
+    theirs = settings(layout=ROW, receive_bytes=8 * MIB)
+    crowd = Crowd(theirs, 3)
+    for route, sender in crowd.senders.items():
+        mine = spec_for(theirs.incarnation, 8192)
+        crowd.receiver.expect(replace(mine, peer=crowd.peers[route]), 0.0)
+        sender.open(mine, 0.0)
+        crowd.talk()
+    lost, *others = crowd.senders
+    (rich,) = (link for link in crowd.receiver._links.values() if link.route == lost)
+    assert rich.window.leased_bytes == 8 * MIB, "it came first, and was alone"
+    crowd.receiver.lost(lost, "disconnected", 0.0)
+    told = [order for order in iter(crowd.receiver.take, None) if isinstance(order, Send)]
+    assert [(order.route, type(order.message)) for order in told] == [(route, Beat) for route in others]
+    crowd.receiver.check_invariants()
+
+
+def test_the_base_is_restored_by_the_next_beat() -> None:
+    """When no transfer needs it at once."""
+    world = World(settings(layout=ROW), settings(layout=ROW)).meet()
+    transfer_id = world.open(128)
+    world.send_all(transfer_id, 128)
+    world.advance(1.0)
+    beat = world.said("<", Beat)[-1]
+    assert isinstance(beat, Beat)
+    assert beat.window_limit == ROW.range_bytes(range(4), 128) + BASE
+
+
 def test_a_large_transfer_hears_of_its_window_at_its_grant() -> None:
     world = World(settings(layout=ROW), settings(layout=ROW)).meet()
     world.sends_data = False

@@ -59,19 +59,18 @@ class ReceiveWindow:
     def grow(self) -> bool:
         """Move the limit as far as it may go now, if that is worth a beat. Return whether it moved.
 
-        It is worth one when the next frame may not fit, and else when the limit moves by a quarter of the window; of a small
-        one by half. A link that could use more than the budget has left is noted, and told when there is room.
+        That is a quarter of the window; of a small one half, so that half of the base, which holds a frame, may always be under
+        way. A link that could use more than the budget has left is noted, and told when there is room.
         """
         under_way, base = self.limit - self.received, self._budget.base_bytes
         need = self._need_bytes
-        frame_may_not_fit = under_way < min(need, base // 2)
-        if not need or (not frame_may_not_fit and base + need - under_way < base // 2):
+        if not need or base + need - under_way < base // 2:
             # Most often: it may bring already whatever it needs to.
             self._budget.note(self, is_short=False, has_grown=False)
             return False
         target, is_short = self._budget.target(self)
         growth, worth_it = target - under_way, max(target // 4, min(target // 2, 2 * base))
-        has_grown = growth > 0 and (growth >= worth_it or frame_may_not_fit)
+        has_grown = growth >= max(1, worth_it)
         self._move(growth if has_grown else 0)
         self._budget.note(self, is_short, has_grown)
         return has_grown
