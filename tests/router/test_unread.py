@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ STEP = 50
 
 
 @contextlib.asynccontextmanager
-async def long_stage(folder: Path, **given: object) -> AsyncIterator[Stage]:
+async def long_stage(folder: Path, **given: Any) -> AsyncIterator[Stage]:
     """A router between nodes of a long model; nothing may be left at the end."""
     async with start_stage(folder, **given) as stage:
         for node in (*stage.prefill, *stage.decode):
