@@ -86,17 +86,23 @@ def test_of_several_runs_an_address_tells_which(folder: Path, address: str) -> N
         end(other)
 
 
-def test_what_a_killed_run_left_is_ignored_and_cleaned(folder: Path) -> None:
+@pytest.mark.parametrize("clears", ["the next run", "who looks"])
+def test_what_a_killed_run_left_is_ignored_and_cleaned(folder: Path, clears: str) -> None:
     other = another_run(folder, ROUTER)
     (folder / f".{other.pid}.secret").touch(0o600)
     assert find([]).run is not None
     end(other)
     assert (folder / f"{other.pid}.secret").exists()
-    with RunFile(SECRET):
-        found = find([]).run
-        assert found is not None
-        assert found.secret.proving == SECRET
-        assert [path.name for path in folder.iterdir()] == [f"{os.getpid()}.secret"]
+    if clears == "the next run":
+        with RunFile(SECRET):
+            assert [path.name for path in folder.iterdir()] == [f"{os.getpid()}.secret"]
+            found = find([]).run
+            assert found is not None
+            assert found.secret.proving == SECRET
+    else:
+        assert find([ROUTER]).run is None
+        assert find([ROUTER]).warning == ""
+    assert not list(folder.iterdir())
 
 
 def test_a_process_that_got_a_dead_ones_number_is_not_taken_for_it(folder: Path) -> None:
