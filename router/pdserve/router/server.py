@@ -15,7 +15,6 @@ from pdserve.router.answering import Answering
 from pdserve.router.attach import LinkSettings, NodeLink
 from pdserve.router.front import SERVICE_NAME, InferenceFront
 from pdserve.router.http.app import HttpFront, HttpSettings
-from pdserve.router.http.listener import HttpListener
 from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
@@ -23,6 +22,7 @@ from pdserve.router.sessions import Sessions
 from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
+from pdserve.rpc.http_listener import HttpListener
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
 

@@ -32,10 +32,10 @@ from pdserve.router.http.shape import Shape, TokenFormat
 from pdserve.router.http.text_requests import TEXT_PARAMS, parse_detokenize, parse_tokenize, tokenized_json
 from pdserve.router.http.token_texts import TokenTexts
 from pdserve.router.text_calls import TextCalls
+from pdserve.rpc.gauge_metrics import METRICS_TYPE
 
 MAX_INLINE_BYTES = 64 * 1024
 """Bodies up to this size are parsed on the event loop (some milliseconds at worst); larger ones on a thread."""
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPOSED_HEADERS = ("x-request-id", "server-timing", "retry-after", "retry-after-ms")
 """Headers that pages of another origin may read."""
 

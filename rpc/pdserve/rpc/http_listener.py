@@ -1,4 +1,4 @@
-"""The HTTP port: uvicorn on the router's own event loop, bound before the router says that it listens."""
+"""An HTTP port: uvicorn on the process's own event loop, bound before the process says that it listens."""
 
 import contextlib
 import resource
@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pdserve.core.errors import AddressInUse
-from pdserve.router.http.connection import BoundedConnection
+from pdserve.rpc.http_connection import BoundedConnection
 from pdserve.rpc.ports import check_port
 
 BACKLOG = 2048
@@ -23,7 +23,7 @@ IDLE_S = 75
 
 
 class QuietServer(uvicorn.Server):
-    """A server that leaves signals to the router."""
+    """A server that leaves signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -34,9 +34,21 @@ class QuietServer(uvicorn.Server):
 class HttpListener:
     """One port. `serve` is its whole life."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, grace_s: float) -> None:
-        """Bind the port; raises AddressInUse if it is taken. `grace_s` is what open requests get once it stops."""
-        check_port(host, port, "--http-port")
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        grace_s: float,
+        *,
+        option: str = "--http-port",
+        max_connections: int | None = None,
+    ) -> None:
+        """Bind the port; raises AddressInUse, naming `option`, if it is taken. `grace_s` is what open requests get once it stops.
+
+        Without `max_connections` there may be `connection_limit()` of them.
+        """
+        check_port(host, port, option)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -49,7 +61,7 @@ class HttpListener:
             self._socket.close()
             raise AddressInUse(
                 f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}",
-                hint="another process took the port just now; choose another --http-port",
+                hint=f"another process took the port just now; choose another {option}",
             ) from None
         self.port: int = self._socket.getsockname()[1]
         self._server = QuietServer(
@@ -64,7 +76,7 @@ class HttpListener:
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                limit_concurrency=connection_limit(),
+                limit_concurrency=max_connections or connection_limit(),
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
             )
