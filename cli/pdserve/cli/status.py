@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.request_options import SERVER, ServerOption
+from pdserve.core.build import process_as_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pdserve.client.cluster import ClusterState, ModelCard, NodeView
-    from pdserve.core.build import ProcessInfo
 
 STATE_STYLES = {
     "ready": "green",
@@ -83,11 +83,6 @@ def state_as_json(seen: Look) -> dict[str, object]:
         ],
         "sessions": [asdict(session) for session in state.sessions],
     }
-
-
-def process_as_json(process: "ProcessInfo") -> dict[str, object]:
-    """Return a process's facts as JSON values."""
-    return asdict(process) | {"role": process.role.label, "incarnation": process.incarnation.hex()}
 
 
 def state_view(seen: Look) -> "RenderableType":

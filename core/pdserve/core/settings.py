@@ -20,6 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from pdserve.core.api_keys import OPTION_CALLER, SHORTEST_KEY, ApiKeys, key_fault, parse_keys, read_keys_file
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
 from pdserve.core.hold import parse_hold
@@ -31,7 +32,7 @@ from pdserve.core.settings_file import read_settings_file
 
 WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - compared with, never bound
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
-HTTP_OFF = "off"
+PORT_OFF = "off"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 SHORTEST_SECRET = 16
 """Characters of a secret that strangers could try to guess."""
@@ -63,6 +64,13 @@ class ProcessSettings(BaseSettings):
     )
     hold_at: str | None = Field(None, description="Test hook STAGE[:N]; refused unless PDSERVE_TEST=1.")
     ready_fd: int | None = Field(None, ge=0, description="File descriptor that gets one JSON line of bound addresses.")
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65_535,
+        description="HTTP port of metrics, load and debug views; it asks for no key. 0: a free one; off by default.",
+    )
+    admin_host: str = Field("127.0.0.1", description="Address of the admin port; whoever reaches it sees everything.")
 
     @classmethod
     def settings_customise_sources(
@@ -83,7 +91,12 @@ class ProcessSettings(BaseSettings):
             InitSettingsSource(settings_cls, init_kwargs=file),
         )
 
-    @field_validator("host")
+    @field_validator("admin_port", "http_port", mode="before", check_fields=False)
+    @classmethod
+    def _ports_can_be_off(cls, value: object) -> object:
+        return None if value == PORT_OFF else value
+
+    @field_validator("host", "admin_host")
     @classmethod
     def _host_is_set(cls, host: str) -> str:
         if not host:
@@ -174,7 +187,11 @@ class RouterSettings(ProcessSettings):
         8000, ge=0, le=65_535, description="HTTP port; 0 takes a free one, off serves no HTTP."
     )
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
-        (), description="Key that HTTP clients must send, or several with commas between; unset: none is asked for."
+        (), description="Key that clients must send, or several with commas between; they allow everything."
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File of keys, each line OWNER use|operate KEY; read again when it changes. No key: none is asked for.",
     )
     cors_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Origins whose pages may call the HTTP port, comma-separated; * allows all."
@@ -187,18 +204,13 @@ class RouterSettings(ProcessSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator("http_port", mode="before")
-    @classmethod
-    def _http_can_be_off(cls, value: object) -> object:
-        return None if value == HTTP_OFF else value
-
     @field_validator("api_key")
     @classmethod
     def _keys_can_be_sent(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for key in keys:
-            text = key.get_secret_value()
-            if not text.isascii() or not text.isprintable() or " " in text:
-                raise ValueError("must be printable ASCII without spaces: it travels in a header")
+            fault = key_fault(key.get_secret_value())
+            if fault:
+                raise ValueError(fault)
         return keys
 
     @field_validator("cors_origin")
@@ -219,6 +231,24 @@ class RouterSettings(ProcessSettings):
         if len(set(addresses)) != len(addresses):
             raise ValueError("names an address twice")
         return addresses
+
+    @model_validator(mode="after")
+    def _keys_file_is_good(self) -> Self:
+        try:
+            if self.api_keys_file is not None:
+                self.keys_in(read_keys_file(self.api_keys_file))
+        except ConfigError as error:
+            raise ValueError("\n".join(f"api_keys_file: {fault}" for fault in error.faults)) from None
+        return self
+
+    @cached_property
+    def given_keys(self) -> ApiKeys:
+        """The keys that the setting `api_key` holds."""
+        return ApiKeys.of([key.get_secret_value() for key in self.api_key], OPTION_CALLER)
+
+    def keys_in(self, raw: bytes) -> ApiKeys:
+        """Return the keys of `api_keys_file`, whose bytes these are. Raises ConfigError with the faults by line."""
+        return parse_keys(raw, shortest=SHORTEST_KEY if self.needs_secret else 1, taken=self.given_keys)
 
     @model_validator(mode="after")
     def _pools_are_apart(self) -> Self:

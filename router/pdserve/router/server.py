@@ -10,11 +10,15 @@ from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.errors import Draining
 from pdserve.core.ids import new_incarnation
 from pdserve.core.settings import RouterSettings
+from pdserve.router.access import AccessCheck
 from pdserve.router.admission import Admission
 from pdserve.router.answering import Answering
 from pdserve.router.attach import LinkSettings, NodeLink
 from pdserve.router.front import SERVICE_NAME, InferenceFront
+from pdserve.router.grpc_guard import GrpcGuard
+from pdserve.router.http.admin import RouterViews
 from pdserve.router.http.app import HttpFront, HttpSettings
+from pdserve.router.key_ring import KeyRing
 from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
@@ -22,6 +26,7 @@ from pdserve.router.sessions import Sessions
 from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
+from pdserve.rpc.admin_port import admin_port
 from pdserve.rpc.http_listener import HttpListener
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
@@ -59,11 +64,18 @@ class Router:
             self.membership, self.admission, LeastLoaded(), limits, clock, settings.max_unread_bytes
         )
         self.grammars = grammar_door(settings.model, self.model.vocab_size, clock)
+        self.keys = KeyRing(settings)
+        self.access = AccessCheck(self.keys, is_reachable=settings.needs_secret)
         self.http: HttpListener | None = None
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
         # Above the router's own limit, so that an oversize request is answered by name and not by the transport.
-        self.server = GrpcServer(settings.host, settings.port, max_message_bytes=2 * settings.max_message_bytes)
+        self.server = GrpcServer(
+            settings.host,
+            settings.port,
+            max_message_bytes=2 * settings.max_message_bytes,
+            interceptors=[GrpcGuard(self.access)],
+        )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         """Serve until `stop`, drain until `stop_now` or the drain's end, and leave nothing behind."""
@@ -78,15 +90,17 @@ class Router:
                 self.grammars,
                 self._clock,
                 threads,
+                self.access.gauges,
             )
             texts = TextCalls(answering)
-            front = InferenceFront(answering, texts, settings.max_message_bytes)
+            front = InferenceFront(answering, texts, self.access, settings.max_message_bytes)
             self.server.add(SERVICE_NAME, front.register)
-            self.http = self._listener(answering, texts)
             try:
+                self.http = self._listener(answering, texts)
                 await self.server.start()
-                announce(settings.ready_fd, self._say_where())
-                await self._serve(stop, stop_now)
+                async with admin_port(settings, RouterViews(answering)) as admin:
+                    announce(settings.ready_fd, self._say_where() | admin)
+                    await self._serve(stop, stop_now)
             finally:
                 if self.http is not None:
                     self.http.close()
@@ -98,6 +112,7 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(link.run()) for link in self._links()]
             running.append(tasks.create_task(self._tell_readiness()))
+            running.append(tasks.create_task(self.keys.watch()))
             if self.http is not None:
                 tasks.create_task(self.http.serve())
             await stop.wait()
@@ -111,8 +126,8 @@ class Router:
         settings = self._settings
         if settings.http_port is None:
             return None
-        keys = tuple(key.get_secret_value() for key in settings.api_key)
-        front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
+        http = HttpSettings(settings.max_message_bytes, settings.cors_origin)
+        front = HttpFront(answering, texts, self.access, http)
         return HttpListener(front.app, settings.host, settings.http_port, LAST_GRACE_S)
 
     def _say_where(self) -> dict[str, str]:
@@ -126,8 +141,8 @@ class Router:
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
             logger.info("HTTP on http://%s", addresses["http"])
-            if settings.needs_secret and not settings.api_key:
-                logger.warning("whoever reaches the HTTP port may use it; set --api-key or PDSERVE_API_KEY")
+        if settings.needs_secret and self.keys.is_empty:
+            logger.warning("whoever reaches this router may use it; set --api-keys-file, or --api-key")
         for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
             if not nodes:
                 logger.warning(

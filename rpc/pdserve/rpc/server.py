@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,8 +22,15 @@ class GrpcServer:
     Readiness is the health of "" and starts as NOT_SERVING; liveness is the health of "liveness".
     """
 
-    def __init__(self, host: str, port: int, *, max_message_bytes: int = 4 << 20) -> None:
-        self._server = grpc.aio.server(options=server_options(max_message_bytes))
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        max_message_bytes: int = 4 << 20,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        self._server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
         self._host = host
         self._asked_port = port
         self._names = [reflection.SERVICE_NAME, health.SERVICE_NAME]
