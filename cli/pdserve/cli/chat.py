@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+from pdserve.cli.api_keys import ApiKeyOption, key_to_send
 from pdserve.cli.request_options import CONVERSATION, SERVER, SHOWN, AnswerOptions, ServerOption, option, takes_options
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ def chat(
     answering: AnswerOptions,
     system: Annotated[str, option("System message.", CONVERSATION)] = "",
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     stats: Annotated[
         bool | None, option("Show times and tokens. Default: on a terminal.", SHOWN, "--stats/--no-stats")
     ] = None,
@@ -29,7 +31,7 @@ def chat(
     lines = ChatLines(sys.stdin, sys.stdout)
     conversation = Conversation(system, answering.template_arguments)
     try:
-        with Client(server, retry=NO_RETRIES) as client:
+        with Client(server, api_key=key_to_send(api_key), retry=NO_RETRIES) as client:
             Talk(client, conversation, answering.options(), lines, has_stats=stats).run()
     except KeyboardInterrupt:
         raise Cancelled("interrupted") from None

@@ -7,13 +7,13 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from pdserve.cli.cluster_plan import ClusterOptions, plan_cluster
+from pdserve.cli.cluster_plan import ClusterOptions, PlannedCluster, plan_cluster
 from pdserve.cli.events import Event
 from pdserve.cli.model_steps import ProgressBars, ready_model
 from pdserve.cli.report import errors_output, output, run_async, show_error
 from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
-from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
+from pdserve.cli.supervisor import ClusterFailed, Supervisor
 from pdserve.core.models import DEFAULT_MODEL
 
 QUESTION = "What is 2+2?"
@@ -28,25 +28,26 @@ def demo(
     """Start a router, a prefill node and a decode node, stream an answer with its timeline, and stop everything."""
     # A free port, so that the demo runs beside a cluster; a small pool, because one question needs no more.
     shared = {"model": model, "port": "0", "http_port": "off", "kv_blocks": "128", "drain_s": "10"}
-    plan = plan_cluster(ClusterOptions(shared=shared)).plan
+    planned = plan_cluster(ClusterOptions(shared=shared))
     with ProgressBars() as progress:
         ready_model(model, progress)
     try:
-        code = run_async(show(plan, prompt, max_tokens))
+        code = run_async(show(planned, prompt, max_tokens))
     except ClusterFailed as error:
         show_error(str(error))
         code = error.exit_code
     raise typer.Exit(code)
 
 
-async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
+async def show(planned: PlannedCluster, prompt: str, max_tokens: int) -> int:
     """Run the cluster, ask the question, and stop it."""
     from pdserve.cli.generate import ask
     from pdserve.cli.router_probe import RouterProbe
     from pdserve.cli.timeline_view import timeline_view
     from pdserve.client import Chat, Options, Turn
 
-    probe, shown = RouterProbe(), DemoReporter()
+    plan = planned.plan
+    probe, shown = RouterProbe(planned.api_key), DemoReporter()
     reporter = SteadyReporter(shown)
     errors_output().print("starting a router, a prefill node and a decode node", style="dim")
     supervisor = Supervisor(plan, reporter, probe)
@@ -54,7 +55,8 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
     async def work() -> None:
         output().print(f"\n[bold]{escape(prompt)}[/bold]")
         question = Chat((Turn("user", prompt),))
-        answer = await ask(supervisor.address, question, Options(max_tokens=max_tokens, timeout_s=120.0), stream=True)
+        options = Options(max_tokens=max_tokens, timeout_s=120.0)
+        answer = await ask(supervisor.address, question, options, stream=True, api_key=planned.api_key)
         if answer.summary is not None:
             output().print()
             output().print(timeline_view(answer.summary))

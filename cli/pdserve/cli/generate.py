@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.api_keys import ApiKeyOption, key_to_send
 from pdserve.cli.request_options import (
     CONVERSATION,
     SERVER,
@@ -34,6 +35,7 @@ def generate(
     ] = None,
     system: Annotated[str | None, option("System message; implies --chat.", CONVERSATION)] = None,
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     stream: Annotated[
         bool, option("Show text as it comes (default), or all at once.", SHOWN, "--stream/--no-stream")
     ] = True,
@@ -46,7 +48,8 @@ def generate(
     with errors_as_json(as_json):
         options = more.added_to(answering.options())
         question = prompt_of(text_of(prompt), answering, more, chat=chat, system=system)
-        answer = run_async(ask(server, question, options, stream=stream, as_json=as_json))
+        asking = ask(server, question, options, stream=stream, as_json=as_json, api_key=key_to_send(api_key))
+        answer = run_async(asking)
     if as_json or answer.summary is None:
         return
     if more.logprobs is not None or more.prompt_logprobs:
@@ -107,7 +110,15 @@ def tool_choice_of(text: str) -> "ToolChoice | None":
             return NamedTool(text)
 
 
-async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool, as_json: bool = False) -> "Answer":
+async def ask(
+    server: str,
+    prompt: "Prompt",
+    options: "Options",
+    *,
+    stream: bool,
+    as_json: bool = False,
+    api_key: str | None = None,
+) -> "Answer":
     """Write the answer to standard output as it comes, and return it whole."""
     from pdserve.cli.answer_display import AnswerDisplay
     from pdserve.cli.report import write_json
@@ -115,7 +126,7 @@ async def ask(server: str, prompt: "Prompt", options: "Options", *, stream: bool
 
     display = AnswerDisplay(sys.stdout, num_sequences=options.n or 1)
     async with (
-        AsyncClient(server, retry=NO_RETRIES) as client,
+        AsyncClient(server, api_key=api_key, retry=NO_RETRIES) as client,
         client.generate(prompt, options, stream=stream) as parts,
     ):
         try:

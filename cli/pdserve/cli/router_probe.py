@@ -8,14 +8,15 @@ from pdserve.core.errors import PdserveError
 class RouterProbe:
     """A question that may be asked again and again; close it at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, api_key: str | None = None) -> None:
+        self._api_key = api_key
         self._client: AsyncClient | None = None
 
     async def __call__(self, address: str) -> str:
         """Return "" when the router at `address` serves, else what it waits for."""
         if self._client is None or self._client.address != address:
             await self.close()
-            self._client = AsyncClient(address)
+            self._client = AsyncClient(address, api_key=self._api_key)
         if await self._client.is_ready():
             return ""
         try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.api_keys import ApiKeyOption, operators_key
 from pdserve.cli.request_options import SERVER, ServerOption
 from pdserve.core.build import process_as_json
 
@@ -42,24 +43,25 @@ class Look:
 
 def status(
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a router, its nodes, their load and the open sessions."""
     from pdserve.cli.report import errors_as_json, output, run_async, write_json
 
     with errors_as_json(as_json):
-        seen = run_async(look(server))
+        seen = run_async(look(server, operators_key(api_key)))
         if as_json:
             write_json(state_as_json(seen))
         else:
             output().print(state_view(seen))
 
 
-async def look(server: str) -> Look:
+async def look(server: str, api_key: str | None = None) -> Look:
     """Ask a router for its state and its models."""
     from pdserve.client import AsyncClient
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, api_key=api_key) as client:
         return Look(server, await client.cluster_state(), await client.models(), await client.is_ready())
 
 

@@ -159,6 +159,8 @@ class Supervisor:
         arguments = ["--host", self._plan.host, "--port", str(port_of(member.addresses, "grpc", first_port))]
         if "kv" in member.addresses:
             arguments += ["--kv-port", str(port_of(member.addresses, "kv", 0))]
+        if "admin" in member.addresses:
+            arguments += ["--admin-port", str(port_of(member.addresses, "admin", 0))]
         if member is self._router:
             if self._plan.http_port is not None:
                 arguments += ["--http-port", str(port_of(member.addresses, "http", self._plan.http_port))]

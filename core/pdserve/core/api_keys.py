@@ -140,6 +140,13 @@ def read_keys_file(path: Path) -> bytes:
         raise ConfigError([f"cannot be read ({(error.strerror or str(error)).lower()})"]) from None
 
 
+def best_key_in(raw: bytes) -> str | None:
+    """Return a key of a file that was found good: an operator's, if it has one."""
+    lines = [line.split() for line in _lines_of(raw)]
+    keys = {scope: key for owner, scope, key in (words for words in lines if len(words) == 3) if owner[0] != "#"}
+    return keys.get(Scope.OPERATE, keys.get(Scope.USE))
+
+
 def key_fault(key: str) -> str:
     """Return why a key cannot be sent in a header, or "". The words are not the key's."""
     if not key.isascii() or not key.isprintable() or " " in key:
