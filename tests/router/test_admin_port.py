@@ -12,6 +12,7 @@ from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse
 from pdserve.core.settings import RouterSettings, load_settings
 from pdserve.router.server import Router
+from pdserve.rpc import http_listener
 from pdserve.v1 import node_pb2
 from tests.router.client_calls import IDS, ask, bearer, submits
 from tests.router.http_calls import adopted
@@ -82,7 +83,10 @@ async def test_there_is_none_unless_asked_for(tmp_path: Path, caplog: pytest.Log
         assert not [line for line in caplog.messages if "admin" in line]
 
 
-async def test_a_taken_port_is_told_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["seen", "taken just then"])
+async def test_a_taken_port_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    if is_late:
+        monkeypatch.setattr(http_listener, "check_port", lambda *_: None)
     model = write_model_folder(tmp_path / "model")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -7,7 +7,7 @@ import pytest
 from pdserve.core.errors import AttemptsExhausted, NoNodes
 from tests.router.client_calls import IDS, ask, failure, submits
 from tests.router.http_calls import COMPLETIONS, body_of, http_stage, post
-from tests.router.scripted_node import Stage
+from tests.router.scripted_node import DEADLINE_S, Stage, until
 
 pytestmark = pytest.mark.asyncio
 USE, OPERATE = "key-of-ann-to-use-it", "key-of-the-operator"
@@ -40,6 +40,20 @@ async def test_why_nothing_is_served_names_nodes_to_operators_only(tmp_path: Pat
         for headers in ({}, {"authorization": "Bearer wrong"}):
             health = await client.get("/health", headers=headers)
             assert health.json() == {"status": "not ready", "reason": "no prefill and decode node are ready"}
+
+
+@pytest.mark.parametrize("key", [USE, OPERATE])
+async def test_a_request_that_waited_in_vain_is_told_the_same(tmp_path: Path, key: str) -> None:
+    async with http_stage(tmp_path, api_keys_file=keys_in(tmp_path)) as (stage, _):
+        router = stage.router
+        router.membership.doubt(stage.decode[0].incarnation, router._clock.now_s() + DEADLINE_S)
+        call = ask(stage, key=key)
+        await until(lambda: router.sessions.gauges()["waiting"] == 1)
+        await stage.decode[0].stop()
+        error = await failure(call)
+        assert isinstance(error, NoNodes)
+        assert error.message == "no prefill node is ready", "it has no peer to hand over to"
+        assert names_a_node(stage, str(error)) == (key == OPERATE)
 
 
 @pytest.mark.parametrize("key", [USE, OPERATE])

@@ -27,7 +27,8 @@ GRPC_ACCESS: Mapping[str, Access] = {
     "/pdserve.v1.InferenceService/GetClusterState": Access.OPERATE,
     "/grpc.health.v1.Health/Check": Access.OPEN,
     "/grpc.health.v1.Health/Watch": Access.OPEN,
-    "/grpc.health.v1.Health/List": Access.OPEN,
+    # grpcio's servicer does not serve it, and writes a traceback into the log for whoever asks.
+    "/grpc.health.v1.Health/List": Access.OPERATE,
     # It tells only what the contract in the repository tells; but it is a stream that strangers could hold open.
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.USE,
 }
