@@ -19,7 +19,7 @@ from pdserve.cli.doctor import Finding, Verdict, compiler, models, ports
 from pdserve.cli.exit_codes import ExitCode, exit_code_of
 from pdserve.core.errors import GRPC_CODES, AttemptsExhausted, ConfigError, Overloaded
 from pdserve.core.models import ALIASES, DEFAULT_MODEL, MANIFEST_NAME, prepared_dir
-from pdserve.core.settings import RouterSettings
+from pdserve.core.router_settings import RouterSettings
 from tests.client.stub_router import ANSWER, stub_router
 
 DEADLINE_S = 60.0

@@ -11,14 +11,10 @@ from pdserve.cli.cluster_plan import ClusterOptions, parse_sets, plan_cluster
 from pdserve.cli.settings_options import command_of
 from pdserve.core.errors import ConfigError
 from pdserve.core.handed_secret import HandedSecret
-from pdserve.core.settings import (
-    DecodeSettings,
-    PrefillSettings,
-    ProcessSettings,
-    RouterSettings,
-    environment_warnings,
-    load_settings,
-)
+from pdserve.core.node_settings import DecodeSettings, PrefillSettings
+from pdserve.core.process_settings import ProcessSettings
+from pdserve.core.router_settings import RouterSettings
+from pdserve.core.settings import environment_warnings, load_settings
 
 KINDS: list[type[ProcessSettings]] = [RouterSettings, PrefillSettings, DecodeSettings]
 EVERY_FIELD = [(kind, name) for kind in KINDS for name in kind.model_fields]

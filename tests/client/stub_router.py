@@ -79,12 +79,15 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.hangs = False
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float | None] = []
+        self.authorizations: list[str | bytes | None] = []
+        """What each call said of itself, by any method."""
         self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def Generate(  # type: ignore[override] # a coroutine that writes; the stubs know generators only
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Answer as told. No generator: one that is cancelled at `yield` learns of it only when it is collected."""
+        self._note(context)
         self.requests.append(request)
         self.asked.set()
         self.deadlines_s.append(context.time_remaining())
@@ -104,6 +107,7 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
+        self._note(context)
         return pb.ListModelsResponse(
             models=[pb.Model(name="m", max_model_len=MAX_MODEL_LEN, vocab_size=9, has_chat_template=True)]
         )
@@ -112,6 +116,7 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.TokenizeResponse:
         """One token per word; its id is the word's length."""
+        self._note(context)
         texts = [message.content for message in request.chat.messages] or [request.text]
         words = [word for text in texts for word in text.split()]
         return pb.TokenizeResponse(token_ids=[len(w) for w in words], tokens=words, max_model_len=MAX_MODEL_LEN)
@@ -120,11 +125,15 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.DetokenizeResponse:
         """A word of x for every id."""
+        self._note(context)
         return pb.DetokenizeResponse(text=" ".join("x" * token_id for token_id in request.token_ids))
 
     async def GetClusterState(
         self, request: pb.GetClusterStateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetClusterStateResponse:
+        self._note(context)
+        if self.refusals:
+            await abort_with(context, self.refusals.popleft())
         return pb.GetClusterStateResponse(
             router=process(1),
             nodes=[
@@ -134,6 +143,9 @@ class StubRouter(inference_pb2_grpc.InferenceServiceServicer):
             gauges={"sessions": 1.0},
             sessions=[pb.SessionView(session_id=4, request_id="label", state="DECODING", attempt=1, age_s=0.5)],
         )
+
+    def _note(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.authorizations.append(dict(context.invocation_metadata() or ()).get("authorization"))
 
 
 @contextlib.asynccontextmanager

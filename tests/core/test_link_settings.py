@@ -7,7 +7,8 @@ import pytest
 from pdserve.core.errors import ConfigError
 from pdserve.core.link_faults import FaultKind, LinkFaults, parse_link_faults
 from pdserve.core.link_shape import LinkShape, parse_link_shape
-from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings, load_settings
+from pdserve.core.node_settings import DecodeSettings, NodeSettings, PrefillSettings
+from pdserve.core.settings import load_settings
 
 
 @pytest.mark.parametrize(

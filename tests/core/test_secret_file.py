@@ -9,8 +9,10 @@ import pytest
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import ConfigError
 from pdserve.core.handed_secret import HandedSecret, read_handed_secret
+from pdserve.core.node_settings import NodeSettings, PrefillSettings
+from pdserve.core.router_settings import RouterSettings
 from pdserve.core.secret_file import MAX_FILE_BYTES, SecretWatch, read_secret_file
-from pdserve.core.settings import NodeSettings, PrefillSettings, RouterSettings, load_settings
+from pdserve.core.settings import load_settings
 
 OLD, NEW = "the old secret of the test", "the new secret of the test"
 

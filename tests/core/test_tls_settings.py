@@ -10,7 +10,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pdserve.core.certificates import TlsFiles, is_open_to_all, read_tls
 from pdserve.core.errors import ConfigError
-from pdserve.core.settings import PrefillSettings, ProcessSettings, RouterSettings, load_settings
+from pdserve.core.node_settings import PrefillSettings
+from pdserve.core.process_settings import ProcessSettings
+from pdserve.core.router_settings import RouterSettings
+from pdserve.core.settings import load_settings
 from tests.certificates import DAY, Authority, Pair, files_of, now, pem_of
 
 NAMES = ("TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_CLIENT_CA")

@@ -73,7 +73,7 @@ def is_watched(gauge: str) -> bool:
 
 @dataclass
 class Process:
-    """One service process. `grpc` is HOST:PORT; so is `http`, which only a router has."""
+    """One service process. `grpc` is HOST:PORT; so are `http`, which only a router has, and `admin`, where one was asked for."""
 
     name: str
     arguments: list[str]
@@ -81,6 +81,7 @@ class Process:
     popen: "subprocess.Popen[bytes]"
     grpc: str
     http: str = ""
+    admin: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; with SIGKILL wait until the process is gone."""
@@ -102,6 +103,8 @@ class Cluster:
     secret: ClusterSecret | None = None
     tls: Tls | None = None
     """How the test calls the router and the nodes."""
+    api_key: str | None = None
+    """What `client` sends."""
     router: Process = field(init=False)
     nodes: dict[str, Process] = field(default_factory=dict)
     client: AsyncClient = field(init=False)
@@ -230,7 +233,7 @@ class Cluster:
         for process in self.nodes.values():
             arguments += [f"--{process.arguments[0]}", process.grpc]
         self.router = start_process("router", arguments, self.folder)
-        self.client = AsyncClient(self.router.grpc, tls=self.tls)
+        self.client = AsyncClient(self.router.grpc, tls=self.tls, api_key=self.api_key)
 
     async def stop(self) -> None:
         """Stop everything; whatever does not stop by itself is killed."""
@@ -269,7 +272,9 @@ def start_process(name: str, arguments: list[str], folder: Path) -> Process:
         popen.wait(DEADLINE_S)
         pytest.fail(f"{name} did not start (exit {popen.returncode}):\n{log.read_text(errors='replace')[-3000:]}")
     addresses = json.loads(line)
-    return Process(name, arguments, log, popen, addresses["grpc"], addresses.get("http", ""))
+    return Process(
+        name, arguments, log, popen, addresses["grpc"], addresses.get("http", ""), addresses.get("admin", "")
+    )
 
 
 @asynccontextmanager
@@ -282,13 +287,14 @@ async def start_cluster(
     router: tuple[str, ...] = (),
     secret: str | None = None,
     tls: Tls | None = None,
+    api_key: str | None = None,
     is_told: bool = True,
 ) -> AsyncIterator[Cluster]:
     """Run a cluster: one process per tuple of options. Ready when entered; everything is gone when left.
 
     With `is_told` false the options say themselves where the secret comes from.
     """
-    cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()), tls)
+    cluster = Cluster(str(model), folder, None if secret is None else ClusterSecret(secret.encode()), tls, api_key)
     guard = ("--cluster-secret", secret) if secret is not None and is_told else ()
     try:
         for number, options in enumerate(prefill):

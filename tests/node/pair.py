@@ -9,7 +9,8 @@ import torch
 
 from pdserve.core.clock import SystemClock
 from pdserve.core.ids import Incarnation, LegKey, new_incarnation
-from pdserve.core.settings import DecodeSettings, PrefillSettings, load_settings
+from pdserve.core.node_settings import DecodeSettings, PrefillSettings
+from pdserve.core.settings import load_settings
 from pdserve.core.work import SampledToken, Work
 from pdserve.decode_node.desk import DecodeDesk
 from pdserve.node.legs import Legs

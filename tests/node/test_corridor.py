@@ -8,7 +8,8 @@ import pytest
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.ids import new_incarnation
-from pdserve.core.settings import DecodeSettings, NodeSettings, PrefillSettings, load_settings
+from pdserve.core.node_settings import DecodeSettings, NodeSettings, PrefillSettings
+from pdserve.core.settings import load_settings
 from pdserve.kvtransfer import nixl_engine
 from pdserve.kvtransfer.curve import listener_keys
 from pdserve.kvtransfer.faults import FaultyChannel

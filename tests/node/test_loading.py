@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.core.settings import DecodeSettings, load_settings
+from pdserve.core.node_settings import DecodeSettings
+from pdserve.core.settings import load_settings
 from pdserve.node.loading import check_device, load_engine
 
 

@@ -14,8 +14,10 @@ from pdserve import kvtransfer as kv
 from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.clock import SystemClock
 from pdserve.core.ids import Incarnation
-from pdserve.core.settings import PrefillSettings, load_settings
+from pdserve.core.node_settings import PrefillSettings
+from pdserve.core.settings import load_settings
 from pdserve.node import process
+from pdserve.node.admin import NodeViews
 from pdserve.node.attach import StreamSettings
 from pdserve.node.service import NodeServicer
 from pdserve.node.transfer_record import FAILURES_IN_A_ROW, FORGET_S, SAYS_NOTHING, TOGETHER_S, TransferRecord
@@ -125,7 +127,7 @@ async def ticking(desk: ScriptedDesk, servicer: NodeServicer) -> AsyncIterator[g
     settings, clock = load_settings(PrefillSettings, {"model": "tiny"}), SystemClock()
     server, info = GrpcServer("127.0.0.1", 0), ProcessInfo(Role.PREFILL, Incarnation(PREFILL), "0", "test")
     await server.start()
-    node = process._Node(settings, server, servicer, desk, info, StopSignals(), clock)
+    node = process._Node(settings, server, servicer, NodeViews(servicer), desk, info, StopSignals(), clock)
     ticks = asyncio.create_task(node._tick())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

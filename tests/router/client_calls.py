@@ -15,11 +15,15 @@ IDS = byte_level_tokenizer().encode("abcdefgh").ids
 Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
-def ask(stage: Stage, max_tokens: int | None = 4, timeout: float = DEADLINE_S, **fields: Any) -> Call:
+def ask(stage: Stage, max_tokens: int | None = 4, timeout: float = DEADLINE_S, key: str = "", **fields: Any) -> Call:
     request = inference_pb2.GenerateRequest(**({"text": "the"} | fields))
     if max_tokens is not None:
         request.stop.max_tokens = max_tokens
-    return stage.stub.Generate(request, timeout=timeout)
+    return stage.stub.Generate(request, timeout=timeout, metadata=bearer(key))
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 async def collect(call: Call) -> tuple[str, list[int], inference_pb2.Summary]:

@@ -17,7 +17,8 @@ from pdserve.core.clock import SystemClock
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import new_incarnation
-from pdserve.core.settings import RouterSettings, load_settings
+from pdserve.core.router_settings import RouterSettings
+from pdserve.core.settings import load_settings
 from pdserve.node.greeting import Greetings
 from pdserve.router.server import Router
 from pdserve.rpc.errors import abort_with

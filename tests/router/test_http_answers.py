@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from starlette.types import Message
 
+from pdserve.core.api_keys import ANYONE
 from pdserve.core.errors import NoNodes
 from pdserve.router import answering
 from pdserve.router.answering import Answering
@@ -358,7 +359,7 @@ async def test_a_client_that_takes_no_error_either_is_no_fault(has_begun: bool) 
     """The second wait for it raised out of the application, with a traceback in the log."""
     asked = Asked((), Wishes(), stream=True, label="l")
     shape = ChatShape(TokenFormat(TokenTexts(vocabulary_of(byte_level_tokenizer())), asked.wishes))
-    response = AnswerResponse(cast("Answering", Hasty()), asked, shape, Head("id", 0, "m"), 0.0)
+    response = AnswerResponse(cast("Answering", Hasty()), asked, ANYONE, shape, Head("id", 0, "m"), 0.0)
     response._has_begun = has_begun
 
     async def never() -> Message:

@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from pdserve.core.clock import SystemClock
 from pdserve.core.errors import AddressInUse, Overloaded
-from pdserve.core.settings import RouterSettings, load_settings
+from pdserve.core.router_settings import RouterSettings
+from pdserve.core.settings import load_settings
 from pdserve.router.http import app
 from pdserve.router.http.body import parsed_object
 from pdserve.router.http.errors import JsonObject
@@ -159,8 +160,9 @@ async def test_without_a_key_nothing_is_served_but_probes(http: Http, headers: d
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-        assert (await stranger.get("/v1/models", headers=headers)).status_code == 401
-        for path in ("/health", "/version", "/metrics"):
+        for path in ("/v1/models", "/metrics", "/load", "/debug/state"):
+            assert (await stranger.get(path, headers=headers)).status_code == 401
+        for path in ("/health", "/version"):
             assert (await stranger.get(path, headers=headers)).status_code == 200
 
 
@@ -385,7 +387,7 @@ async def test_clients_of_both_fronts_are_counted(http: Http) -> None:
     stage, client = http
     asking = asyncio.create_task(client.post(COMPLETIONS, json=body_of(COMPLETIONS)))
     submit, _ = await submits(stage)
-    call = ask(stage)
+    call = ask(stage, key=KEY)
     other, _ = await submits(stage)
     metrics = (await client.get("/metrics")).text
     assert "pdserve_router_clients 2.0" in metrics

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.router.http import connection, listener
+from pdserve.rpc import http_connection as connection
+from pdserve.rpc import http_listener as listener
 from pdserve.v1 import node_pb2
 from tests.certificates import Authority
 from tests.router.client_calls import IDS, submits

@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.router.http import listener
-from pdserve.router.http.tls import RenewedContext
+from pdserve.rpc import http_listener as listener
+from pdserve.rpc.http_tls import RenewedContext
 from pdserve.rpc.tls import TlsSource
 from pdserve.v1 import node_pb2
 from tests.certificates import DAY, Authority, Pair, files_of, now

@@ -217,7 +217,7 @@ async def test_a_stuck_node_loses_its_legs_and_gets_no_work_until_it_goes_on(tmp
         for submit in (first, second):
             stage.prefill[0].released(submit)
         _, _, summary = await collect(call)
-        assert summary.timeline.stalls[0].cause.startswith("decode_lost: stuck step")
+        assert summary.timeline.stalls[0].cause == "decode_lost"
         await until(lambda: stuck.num_streams > before)
         await until(lambda: stage.node_state(stuck) == ("down", "stuck step"))
         assert len(stage.router.membership.loads()) == 2

@@ -10,8 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.core.errors import InvalidRequest, Overloaded, SlowReader
 from pdserve.core.work import FinishReason
 from pdserve.router.instructions import Answer, Finish
-from pdserve.router.meters import Meters, metric_name
+from pdserve.router.meters import Meters
 from pdserve.router.timeline import StageName, TimelineRecorder
+from pdserve.rpc.gauge_metrics import ROUTER_PREFIX, metric_name
 from pdserve.v1 import node_pb2
 from tests.router.client_calls import IDS, ask, failure, submits
 from tests.router.http_calls import COMPLETIONS, body_of, http_stage, play, post
@@ -98,7 +99,7 @@ def test_gauges_are_read_when_asked_for() -> None:
     found = samples_of(meters.render().decode())
     assert found["pdserve_router_sessions_decoding{}"] == 0.0
     assert found["pdserve_router_served_total{}"] == 5.0
-    assert metric_name("nodes.ready") == "pdserve_router_nodes_ready"
+    assert metric_name("nodes.ready", ROUTER_PREFIX) == "pdserve_router_nodes_ready"
 
 
 def test_every_metric_is_documented() -> None:

@@ -15,7 +15,8 @@ from pdserve.cli.settings_options import command_of
 from pdserve.cli.status import status
 from pdserve.cli.up import up
 from pdserve.core.build import product_version, source_commit
-from pdserve.core.settings import DecodeSettings, PrefillSettings, RouterSettings
+from pdserve.core.node_settings import DecodeSettings, PrefillSettings
+from pdserve.core.router_settings import RouterSettings
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 EPILOG = (

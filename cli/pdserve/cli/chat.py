@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Annotated
 
+from pdserve.cli.api_keys import ApiKeyOption, key_to_send
 from pdserve.cli.request_options import CONVERSATION, SERVER, SHOWN, AnswerOptions, ServerOption, option, takes_options
 from pdserve.cli.tls_options import TlsOptions
 
@@ -18,6 +19,7 @@ def chat(
     trust: TlsOptions,
     system: Annotated[str, option("System message.", CONVERSATION)] = "",
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     stats: Annotated[
         bool | None, option("Show times and tokens. Default: on a terminal.", SHOWN, "--stats/--no-stats")
     ] = None,
@@ -31,7 +33,7 @@ def chat(
     lines = ChatLines(sys.stdin, sys.stdout)
     conversation = Conversation(system, answering.template_arguments)
     try:
-        with Client(server, retry=NO_RETRIES, tls=trust.client_tls()) as client:
+        with Client(server, api_key=key_to_send(api_key), retry=NO_RETRIES, tls=trust.client_tls()) as client:
             Talk(client, conversation, answering.options(), lines, has_stats=stats).run()
     except KeyboardInterrupt:
         raise Cancelled("interrupted") from None

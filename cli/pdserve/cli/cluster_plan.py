@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.cli.api_keys import own_key
 from pdserve.cli.child import ProcessPlan
 from pdserve.cli.cluster_tls import client_files, tls_faults
 from pdserve.cli.supervisor import ClusterPlan
 from pdserve.core.errors import ConfigError
 from pdserve.core.handed_secret import HandedSecret
+from pdserve.core.process_settings import ProcessSettings
+from pdserve.core.router_settings import RouterSettings
 from pdserve.core.setting_faults import HINT, did_you_mean
-from pdserve.core.settings import ROLE_SETTINGS, ProcessSettings, RouterSettings, load_settings
+from pdserve.core.settings import ROLE_SETTINGS, load_settings
 
 HOST = "127.0.0.1"
 MOST_NODES = 64
@@ -34,11 +37,15 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
-    """A cluster to run, the models that it needs, and whether its log lines are "text" or "json"."""
+    """A cluster to run, the models that it needs, and whether its log lines are "text" or "json".
+
+    `api_key`, if there is one, is what the supervisor itself asks the router with.
+    """
 
     plan: ClusterPlan
     models: tuple[str, ...]
     log_format: str
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,8 @@ def plan_cluster(options: ClusterOptions, secret: HandedSecret | None = None) ->
         secret=None if any(its.has_own_secret for its in settings.values()) else secret,
         drain_s=router.drain_s,
     )
-    return PlannedCluster(plan, tuple(dict.fromkeys(its.model for its in settings.values())), router.log_format)
+    models = tuple(dict.fromkeys(its.model for its in settings.values()))
+    return PlannedCluster(plan, models, router.log_format, own_key(router))
 
 
 def count_faults(options: ClusterOptions) -> list[str]:
@@ -130,8 +138,10 @@ def parse_sets(texts: Sequence[str]) -> Sets:
         name = name.replace("-", "_")
         known = set(ROLE_SETTINGS[role].model_fields) if role in ROLE_SETTINGS else everything
         if not is_set or (dot and role not in ROLE_SETTINGS):
+            # The value may be a secret, and is not what is wrong.
+            shown = f"{target}=…" if is_set else target
             sets.faults.append(
-                f"--set {text}: must be NAME=VALUE or ROLE.NAME=VALUE with a role of {', '.join(ROLE_SETTINGS)}"
+                f"--set {shown}: must be NAME=VALUE or ROLE.NAME=VALUE with a role of {', '.join(ROLE_SETTINGS)}"
             )
         elif name not in known:
             sets.faults.append(f"--set {target}: unknown setting{did_you_mean(name, known)}")

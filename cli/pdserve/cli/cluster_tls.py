@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.core.certificates import TlsFiles, read_tls, refusal
-from pdserve.core.settings import ProcessSettings, RouterSettings
+from pdserve.core.process_settings import ProcessSettings
+from pdserve.core.router_settings import RouterSettings
 
 if TYPE_CHECKING:
     from pdserve.client import Tls

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from pdserve.cli.cluster_plan import ClusterOptions, plan_cluster
+from pdserve.cli.cluster_plan import ClusterOptions, PlannedCluster, plan_cluster
 from pdserve.cli.cluster_tls import own_tls
 from pdserve.cli.events import Event
 from pdserve.cli.findable import findable
@@ -15,7 +15,7 @@ from pdserve.cli.model_steps import ProgressBars, ready_model
 from pdserve.cli.report import errors_output, output, run_async, show_error
 from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
-from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor
+from pdserve.cli.supervisor import ClusterFailed, Supervisor
 from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.models import DEFAULT_MODEL
 
@@ -32,26 +32,27 @@ def demo(
     # A free port, so that the demo runs beside a cluster; a small pool, because one question needs no more.
     shared = {"model": model, "port": "0", "http_port": "off", "kv_blocks": "128", "drain_s": "10"}
     with HandedSecret() as secret:
-        plan = plan_cluster(ClusterOptions(shared=shared), secret).plan
+        planned = plan_cluster(ClusterOptions(shared=shared), secret)
         with ProgressBars() as progress:
             ready_model(model, progress)
         try:
-            code = run_async(show(plan, prompt, max_tokens))
+            code = run_async(show(planned, prompt, max_tokens))
         except ClusterFailed as error:
             show_error(str(error))
             code = error.exit_code
     raise typer.Exit(code)
 
 
-async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
+async def show(planned: PlannedCluster, prompt: str, max_tokens: int) -> int:
     """Run the cluster, ask the question, and stop it."""
     from pdserve.cli.generate import ask
     from pdserve.cli.router_probe import RouterProbe
     from pdserve.cli.timeline_view import timeline_view
     from pdserve.client import Chat, Options, Turn
 
+    plan = planned.plan
     tls = own_tls(plan.tls, plan.host)
-    probe, shown = RouterProbe(tls), DemoReporter()
+    probe, shown = RouterProbe(tls, planned.api_key), DemoReporter()
     reporter = SteadyReporter(shown)
     errors_output().print("starting a router, a prefill node and a decode node", style="dim")
 
@@ -59,7 +60,8 @@ async def show(plan: ClusterPlan, prompt: str, max_tokens: int) -> int:
         output().print(f"\n[bold]{escape(prompt)}[/bold]")
         question = Chat((Turn("user", prompt),))
         options = Options(max_tokens=max_tokens, timeout_s=120.0)
-        answer = await ask(supervisor.address, question, options, stream=True, tls=tls)
+        key = planned.api_key
+        answer = await ask(supervisor.address, question, options, stream=True, tls=tls, api_key=key)
         if answer.summary is not None:
             output().print()
             output().print(timeline_view(answer.summary))

@@ -208,7 +208,7 @@ def environment() -> Iterator[Finding]:
 
 def ports() -> Iterator[Finding]:
     """The router's ports, and loopback itself."""
-    from pdserve.core.settings import RouterSettings
+    from pdserve.core.router_settings import RouterSettings
 
     for name, field in (("router port", "port"), ("HTTP port", "http_port")):
         port = int(RouterSettings.model_fields[field].default)

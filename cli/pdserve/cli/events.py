@@ -41,7 +41,7 @@ class Preparing(Event):
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """A process listens. `addresses` has "grpc", "kv" where a node announces it, and "http" of a router that serves it."""
+    """A process listens. `addresses` has "grpc", "kv" and "admin" where there are such ports, and "http" of a router."""
 
     kind: ClassVar[str] = "started"
     name: str

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.api_keys import ApiKeyOption, key_to_send
 from pdserve.cli.request_options import (
     CONVERSATION,
     SERVER,
@@ -36,6 +37,7 @@ def generate(
     ] = None,
     system: Annotated[str | None, option("System message; implies --chat.", CONVERSATION)] = None,
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     stream: Annotated[
         bool, option("Show text as it comes (default), or all at once.", SHOWN, "--stream/--no-stream")
     ] = True,
@@ -48,7 +50,9 @@ def generate(
     with errors_as_json(as_json):
         options = more.added_to(answering.options())
         question = prompt_of(text_of(prompt), answering, more, chat=chat, system=system)
-        answer = run_async(ask(server, question, options, stream=stream, as_json=as_json, tls=trust.client_tls()))
+        tls, key = trust.client_tls(), key_to_send(api_key)
+        asking = ask(server, question, options, stream=stream, as_json=as_json, tls=tls, api_key=key)
+        answer = run_async(asking)
     if as_json or answer.summary is None:
         return
     if more.logprobs is not None or more.prompt_logprobs:
@@ -117,6 +121,7 @@ async def ask(
     stream: bool,
     as_json: bool = False,
     tls: "Tls | None" = None,
+    api_key: str | None = None,
 ) -> "Answer":
     """Write the answer to standard output as it comes, and return it whole."""
     from pdserve.cli.answer_display import AnswerDisplay
@@ -125,7 +130,7 @@ async def ask(
 
     display = AnswerDisplay(sys.stdout, num_sequences=options.n or 1)
     async with (
-        AsyncClient(server, retry=NO_RETRIES, tls=tls) as client,
+        AsyncClient(server, api_key=api_key, retry=NO_RETRIES, tls=tls) as client,
         client.generate(prompt, options, stream=stream) as parts,
     ):
         try:

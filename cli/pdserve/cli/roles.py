@@ -9,16 +9,11 @@ from typing import Any, TypeVar
 
 from pdserve.core.errors import Cancelled
 from pdserve.core.logs import set_up_logs
+from pdserve.core.node_settings import DecodeSettings, NodeSettings, PrefillSettings
+from pdserve.core.process_settings import ProcessSettings
+from pdserve.core.router_settings import RouterSettings
 from pdserve.core.run_secret import find
-from pdserve.core.settings import (
-    DecodeSettings,
-    NodeSettings,
-    PrefillSettings,
-    ProcessSettings,
-    RouterSettings,
-    environment_warnings,
-    load_settings,
-)
+from pdserve.core.settings import environment_warnings, load_settings
 
 S = TypeVar("S", bound=ProcessSettings)
 

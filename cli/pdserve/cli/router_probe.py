@@ -9,15 +9,15 @@ from pdserve.core.errors import PdserveError
 class RouterProbe:
     """A question that may be asked again and again; close it at the end. `tls` is what the router's port needs, if anything."""
 
-    def __init__(self, tls: Tls | None = None) -> None:
-        self._tls = tls
+    def __init__(self, tls: Tls | None = None, api_key: str | None = None) -> None:
+        self._tls, self._api_key = tls, api_key
         self._client: AsyncClient | None = None
 
     async def __call__(self, address: str) -> str:
         """Return "" when the router at `address` serves, else what it waits for."""
         if self._client is None or self._client.address != address:
             await self.close()
-            self._client = AsyncClient(address, tls=self._tls)
+            self._client = AsyncClient(address, tls=self._tls, api_key=self._api_key)
         if await self._client.is_ready():
             return ""
         try:

@@ -13,7 +13,7 @@ import typer
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from pdserve.core.settings import ProcessSettings
+from pdserve.core.process_settings import ProcessSettings
 
 HIDDEN = frozenset({"hold_at", "ready_fd", "cluster_secret_fd"})
 """For tests and for the supervisor."""

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.api_keys import ApiKeyOption, operators_key
 from pdserve.cli.request_options import SERVER, ServerOption, takes_options
 from pdserve.cli.tls_options import TlsOptions
+from pdserve.core.build import process_as_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pdserve.client import Tls
     from pdserve.client.cluster import ClusterState, ModelCard, NodeView
-    from pdserve.core.build import ProcessInfo
 
 STATE_STYLES = {
     "ready": "green",
@@ -46,24 +47,25 @@ class Look:
 def status(
     trust: TlsOptions,
     server: ServerOption = SERVER,
+    api_key: ApiKeyOption = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a router, its nodes, their load and the open sessions."""
     from pdserve.cli.report import errors_as_json, output, run_async, write_json
 
     with errors_as_json(as_json):
-        seen = run_async(look(server, trust.client_tls()))
+        seen = run_async(look(server, trust.client_tls(), operators_key(api_key)))
         if as_json:
             write_json(state_as_json(seen))
         else:
             output().print(state_view(seen))
 
 
-async def look(server: str, tls: "Tls | None" = None) -> Look:
+async def look(server: str, tls: "Tls | None" = None, api_key: str | None = None) -> Look:
     """Ask a router for its state and its models."""
     from pdserve.client import AsyncClient
 
-    async with AsyncClient(server, tls=tls) as client:
+    async with AsyncClient(server, tls=tls, api_key=api_key) as client:
         return Look(server, await client.cluster_state(), await client.models(), await client.is_ready())
 
 
@@ -87,11 +89,6 @@ def state_as_json(seen: Look) -> dict[str, object]:
         ],
         "sessions": [asdict(session) for session in state.sessions],
     }
-
-
-def process_as_json(process: "ProcessInfo") -> dict[str, object]:
-    """Return a process's facts as JSON values."""
-    return asdict(process) | {"role": process.role.label, "incarnation": process.incarnation.hex()}
 
 
 def state_view(seen: Look) -> "RenderableType":

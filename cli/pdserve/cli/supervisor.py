@@ -178,6 +178,8 @@ class Supervisor:
             arguments += ["--cluster-secret-fd", str(self._plan.secret.fd)]
         if "kv" in member.addresses:
             arguments += ["--kv-port", str(port_of(member.addresses, "kv", 0))]
+        if "admin" in member.addresses:
+            arguments += ["--admin-port", str(port_of(member.addresses, "admin", 0))]
         if member is self._router:
             if self._plan.http_port is not None:
                 arguments += ["--http-port", str(port_of(member.addresses, "http", self._plan.http_port))]

@@ -14,7 +14,7 @@ from pdserve.cli.model_steps import OnStep, in_steps, ready_model
 from pdserve.cli.report import message_of, run_async, show_error, show_warning
 from pdserve.cli.steady_reporter import SteadyReporter
 from pdserve.cli.supervision import supervise
-from pdserve.cli.supervisor import ClusterFailed, ClusterPlan, Supervisor, refuse_busy_port
+from pdserve.cli.supervisor import ClusterFailed, Supervisor, refuse_busy_port
 from pdserve.core.errors import PdserveError
 from pdserve.core.handed_secret import HandedSecret
 from pdserve.core.models import DEFAULT_MODEL
@@ -97,7 +97,7 @@ def run_cluster(options: ClusterOptions, *, as_json: bool) -> int:
                 JsonReporter().event(Failed(message_of(error), exit_code_of(error), error.reason, error.hint))
             raise
         try:
-            return run_async(run_plan(planned.plan, reporter))
+            return run_async(run_plan(planned, reporter))
         except ClusterFailed as error:
             show_error(str(error))
             return error.exit_code
@@ -131,11 +131,12 @@ def preparing(model: str, reporter: Reporter) -> OnStep:
     return in_steps(tell)
 
 
-async def run_plan(plan: ClusterPlan, reporter: Reporter) -> int:
-    """Run the processes of `plan` until a stop signal or a failure."""
+async def run_plan(planned: PlannedCluster, reporter: Reporter) -> int:
+    """Run the processes of a plan until a stop signal or a failure."""
     from pdserve.cli.router_probe import RouterProbe
 
-    probe = RouterProbe(own_tls(plan.tls, plan.host))
+    plan = planned.plan
+    probe = RouterProbe(own_tls(plan.tls, plan.host), planned.api_key)
     try:
         with findable(plan) as on_addresses:
             return await supervise(Supervisor(plan, reporter, probe, on_addresses), reporter, plan.drain_s)

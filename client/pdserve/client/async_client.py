@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import pb as translate
 from pdserve.client.answer import Answer, Tokens
 from pdserve.client.async_answer import AsyncAnswerStream, AsyncCourse
-from pdserve.client.channels import CALL_TIMEOUT_S, open_async_channel
+from pdserve.client.channels import CALL_TIMEOUT_S, Metadata, key_metadata, open_async_channel
 from pdserve.client.checks import check_address, check_request
 from pdserve.client.cluster import ClusterState, ModelCard
 from pdserve.client.failures import error_of
@@ -23,15 +23,28 @@ from pdserve.client.retries import RetryPolicy, Tries
 from pdserve.client.tls import Tls
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
+Asked_contra = TypeVar("Asked_contra", contravariant=True)
+Told_co = TypeVar("Told_co", covariant=True)
+Q = TypeVar("Q")
 T = TypeVar("T")
+
+
+class Method(Protocol[Asked_contra, Told_co]):
+    """A short call of the stub."""
+
+    def __call__(
+        self, request: Asked_contra, *, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> Awaitable[Told_co]:
+        """Ask, and return what the answer can be awaited of."""
+        ...
 
 
 class AsyncClient:
     """A router's public contract. Use as `async with AsyncClient("127.0.0.1:50051") as client`.
 
     Every method raises a `PdserveError`: the router's own, or Unreachable when no router answers at the address. The constructor
-    raises InvalidRequest for an address that is not HOST:PORT. `tls` makes it speak TLS (ConfigError for
-    files of no use); `root_certificates` is the short form for authorities at hand, PEM.
+    raises InvalidRequest for an address that is not HOST:PORT. `tls` makes it speak TLS (ConfigError for files of no use);
+    `root_certificates` is the short form for authorities at hand, PEM. `api_key` goes with every call, in the clear without TLS.
     `retry` says how often an answer of which nothing came is asked for again. A client belongs to one event loop.
     `sleep` and `chance` (a number in [0, 1)) stand in for time and luck in tests.
     """
@@ -41,6 +54,7 @@ class AsyncClient:
         address: str,
         *,
         tls: Tls | None = None,
+        api_key: str | None = None,
         root_certificates: bytes | None = None,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] | None = None,
@@ -48,6 +62,7 @@ class AsyncClient:
     ) -> None:
         check_address(address)
         self.address = address
+        self._metadata = key_metadata(api_key)
         self._retry = retry or RetryPolicy()
         self._sleep, self._chance = sleep, chance
         self._speaks_tls = tls is not None or root_certificates is not None
@@ -76,7 +91,7 @@ class AsyncClient:
         check_request(prompt, options)
         request = request_to_pb(prompt, options, stream=stream)
         course = AsyncCourse(
-            start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata),
             address=self.address,
             speaks_tls=self._speaks_tls,
             tries=Tries(self._retry, time.monotonic(), options.timeout_s),
@@ -102,24 +117,24 @@ class AsyncClient:
     async def tokenize(self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None) -> Tokens:
         """Return the tokens that `generate` would compute for the same prompt."""
         request = tokenize_to_pb(prompt, model, add_special_tokens)
-        return translate.tokens_from_pb(await self._short(self._stub.Tokenize(request, timeout=CALL_TIMEOUT_S)))
+        return translate.tokens_from_pb(await self._short(self._stub.Tokenize, request))
 
     async def detokenize(
         self, token_ids: Iterable[int], *, model: str = "", show_special_tokens: bool | None = None
     ) -> str:
         """Return the text of token ids; bytes that are no UTF-8 are U+FFFD."""
         request = detokenize_to_pb(tuple(token_ids), model, show_special_tokens)
-        return (await self._short(self._stub.Detokenize(request, timeout=CALL_TIMEOUT_S))).text
+        return (await self._short(self._stub.Detokenize, request)).text
 
     async def models(self) -> tuple[ModelCard, ...]:
         """Return the models that the router serves."""
         request = inference_pb2.ListModelsRequest()
-        return translate.models_from_pb(await self._short(self._stub.ListModels(request, timeout=CALL_TIMEOUT_S)))
+        return translate.models_from_pb(await self._short(self._stub.ListModels, request))
 
     async def cluster_state(self) -> ClusterState:
         """Return the router's view of its nodes and sessions."""
         request = inference_pb2.GetClusterStateRequest()
-        answer = await self._short(self._stub.GetClusterState(request, timeout=CALL_TIMEOUT_S))
+        answer = await self._short(self._stub.GetClusterState, request)
         return translate.cluster_from_pb(answer)
 
     async def is_ready(self) -> bool:
@@ -131,8 +146,8 @@ class AsyncClient:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _short(self, call: Awaitable[T]) -> T:
+    async def _short(self, method: Method[Q, T], request: Q) -> T:
         try:
-            return await call
+            return await method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_of(self.address, error, speaks_tls=self._speaks_tls) from None

@@ -1,8 +1,9 @@
-"""Connections to a router, plain or with TLS."""
+"""Connections to a router, plain or with TLS, and the key that a call carries."""
 
 import grpc
 
 from pdserve.client.tls import Tls
+from pdserve.core.api_keys import key_fault
 from pdserve.core.certificates import TlsMaterial
 from pdserve.core.errors import InvalidRequest
 from pdserve.rpc import tls as rpc_tls
@@ -11,6 +12,19 @@ from pdserve.rpc.options import Options, channel_options
 MAX_MESSAGE_BYTES = 64 << 20
 CALL_TIMEOUT_S = 10.0
 """Deadline of the short calls; an answer has the one that its options give, or none."""
+
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def key_metadata(api_key: str | None) -> Metadata:
+    """Return what every call carries. Raises InvalidRequest for a key that cannot be sent; the error does not show it."""
+    if not api_key:
+        return ()
+    fault = key_fault(api_key)
+    if fault:
+        raise InvalidRequest(f"the API key {fault}", hint="give one key", field="api_key")
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def open_channel(address: str, tls: Tls | None, root_certificates: bytes | None) -> grpc.Channel:

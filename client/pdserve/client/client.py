@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import pb as translate
 from pdserve.client.answer import Answer, Tokens
 from pdserve.client.answer_stream import AnswerStream, Course
-from pdserve.client.channels import CALL_TIMEOUT_S, open_channel
+from pdserve.client.channels import CALL_TIMEOUT_S, Metadata, key_metadata, open_channel
 from pdserve.client.checks import check_address, check_request
 from pdserve.client.cluster import ClusterState, ModelCard
 from pdserve.client.failures import error_of
@@ -32,7 +32,9 @@ T = TypeVar("T")
 class Method(Protocol[Asked_contra, Told_co]):
     """A short call of the stub."""
 
-    def __call__(self, request: Asked_contra, timeout: float | None = None) -> Told_co:
+    def __call__(
+        self, request: Asked_contra, timeout: float | None = None, metadata: Metadata | None = None
+    ) -> Told_co:
         """Ask, and wait for the answer."""
         ...
 
@@ -41,7 +43,7 @@ class Client:
     """A router's public contract, without an event loop. Use as `with Client("127.0.0.1:50051") as client`.
 
     Any number of threads may share a client. It does not survive a fork: make it in the process that uses it. Errors, `retry`,
-    `tls`, `root_certificates`, `sleep` and `chance` are those of `AsyncClient`.
+    `tls`, `api_key`, `root_certificates`, `sleep` and `chance` are those of `AsyncClient`.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Client:
         address: str,
         *,
         tls: Tls | None = None,
+        api_key: str | None = None,
         root_certificates: bytes | None = None,
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], object] | None = None,
@@ -56,6 +59,7 @@ class Client:
     ) -> None:
         check_address(address)
         self.address = address
+        self._metadata = key_metadata(api_key)
         self._retry = retry or RetryPolicy()
         self._sleep, self._chance = sleep, chance
         self._speaks_tls = tls is not None or root_certificates is not None
@@ -84,7 +88,7 @@ class Client:
         check_request(prompt, options)
         request = request_to_pb(prompt, options, stream=stream)
         course = Course(
-            start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s),
+            start=lambda timeout_s: self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata),
             address=self.address,
             speaks_tls=self._speaks_tls,
             tries=Tries(self._retry, time.monotonic(), options.timeout_s),
@@ -138,6 +142,6 @@ class Client:
 
     def _short(self, method: Method[Q, T], request: Q) -> T:
         try:
-            return method(request, timeout=CALL_TIMEOUT_S)
+            return method(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(self.address, error, speaks_tls=self._speaks_tls) from None

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +38,11 @@ class ProcessInfo:
     weight_digest: str = ""
     device: str = ""
     attention_backend: str = ""
+
+
+def process_as_json(info: ProcessInfo) -> dict[str, object]:
+    """Return a process's facts as JSON values."""
+    return asdict(info) | {"role": info.role.label, "incarnation": info.incarnation.hex()}
 
 
 @cache

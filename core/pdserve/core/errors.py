@@ -27,11 +27,15 @@ PdserveError
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 
 class PdserveError(Exception):
-    """Base of all errors that a user may see: a message, a hint that says what to do, and the field at fault."""
+    """Base of all errors that a user may see: a message, a hint that says what to do, and the field at fault.
+
+    `operators_hint` is what operators are told instead of the hint: only there may addresses of nodes stand.
+    """
 
     can_retry: ClassVar[bool] = False
     """Whether the same request may succeed later without being changed."""
@@ -44,6 +48,7 @@ class PdserveError(Exception):
         field: str = "",
         retry_after_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
+        operators_hint: str = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -51,6 +56,15 @@ class PdserveError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.metadata = dict(metadata or {})
+        self.operators_hint = operators_hint
+
+    def for_operator(self) -> Self:
+        """Return the error as operators are told it."""
+        if not self.operators_hint:
+            return self
+        told = copy(self)
+        told.hint, told.operators_hint = self.operators_hint, ""
+        return told
 
     @property
     def reason(self) -> str:

@@ -17,7 +17,7 @@ ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 """Control characters, which may come from outside, never reach a terminal or start a line."""
 _PROCESS: dict[str, str] = {}
 
-FIELDS = ("request_id", "session_id", "attempt", "incarnation", "transfer_id", "peer")
+FIELDS = ("request_id", "owner", "session_id", "attempt", "incarnation", "transfer_id", "peer")
 """Extra attributes that a record may carry; `logger.info(…, extra={"attempt": 2})`."""
 
 

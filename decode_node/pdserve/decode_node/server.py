@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pdserve.core.build import ProcessInfo, Role
 from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
-from pdserve.core.settings import DecodeSettings
+from pdserve.core.node_settings import DecodeSettings
 from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.loading import describe_process, load_engine

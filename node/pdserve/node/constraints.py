@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pdserve.core.clock import Clock
 from pdserve.core.ids import LegKey
 from pdserve.core.models import resolve_model_dir
-from pdserve.core.settings import NodeSettings
+from pdserve.core.node_settings import NodeSettings
 from pdserve.core.work import LegOutcome, Work
 from pdserve.engine.engine import Engine
 from pdserve.engine.grammar import GrammarMatcher

@@ -11,7 +11,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.ids import Incarnation
 from pdserve.core.link_faults import parse_link_faults
 from pdserve.core.link_shape import parse_link_shape
-from pdserve.core.settings import DecodeSettings, NodeSettings
+from pdserve.core.node_settings import DecodeSettings, NodeSettings
 from pdserve.core.work import Work, prompt_digest
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer import LinkSettings, TransferSpec

@@ -15,7 +15,7 @@ from pdserve.core.models import resolve_model_dir
 from pdserve.node.desk import EngineFacts
 
 if TYPE_CHECKING:
-    from pdserve.core.settings import NodeSettings
+    from pdserve.core.node_settings import NodeSettings
     from pdserve.engine.engine import Engine
 
 

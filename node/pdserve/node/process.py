@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.logs import identify
-from pdserve.core.settings import NodeSettings
+from pdserve.core.node_settings import NodeSettings
+from pdserve.node.admin import NodeViews
 from pdserve.node.attach import StreamSettings
 from pdserve.node.desk import Desk
 from pdserve.node.legs import Legs
 from pdserve.node.service import NodeServicer
+from pdserve.rpc.admin_port import admin_port
 from pdserve.rpc.process_gauges import process_gauges
 from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
@@ -41,18 +43,19 @@ async def serve_node(settings: NodeSettings, make_desk: MakeDesk) -> None:
     server = GrpcServer(settings.host, settings.port, tls=tls_source(settings.tls_listening))
     service_name = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
     server.add(service_name, lambda target: node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, target))
+    views = NodeViews(servicer)
     with StopSignals().installed() as stops:
         await server.start()
         address = f"{settings.advertised_host}:{server.port}"
         logger.info("listening on %s:%d as %s; loading %s", settings.host, server.port, address, settings.model)
-        announce(settings.ready_fd, {"grpc": address})
         try:
-            async with watched(settings.secret_watch()):
+            async with watched(settings.secret_watch()), admin_port(settings, views) as admin:
+                announce(settings.ready_fd, {"grpc": address} | admin)
                 made = await _unless_told(stops, make_desk(servicer.legs, clock, servicer.load_changed))
                 if made is None:
                     logger.info("stopped before the model was loaded")
                     return
-                await _Node(settings, server, servicer, *made, stops, clock).run()
+                await _Node(settings, server, servicer, views, *made, stops, clock).run()
         finally:
             await server.stop(0.2)
 
@@ -65,18 +68,20 @@ class _Node:
         settings: NodeSettings,
         server: GrpcServer,
         servicer: NodeServicer,
+        views: NodeViews,
         desk: Desk,
         process: ProcessInfo,
         stops: StopSignals,
         clock: Clock,
     ) -> None:
-        self._settings, self._server, self._servicer = settings, server, servicer
+        self._settings, self._server, self._servicer, self._views = settings, server, servicer, views
         self._desk, self._process, self._stops, self._clock = desk, process, stops, clock
 
     async def run(self) -> None:
         """Work until told to stop, or until the desk cannot go on; then leave nothing behind."""
         identify(self._process.incarnation)
         self._servicer.open_for_work(self._desk, self._process, process_gauges)
+        self._views.fault = self._why_not_ready
         logger.info("loaded; waiting for routers", extra={"incarnation": self._process.incarnation.hex()})
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(self._desk.run()), tasks.create_task(self._tick())]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
-from pdserve.core.build import ProcessInfo
+from pdserve.core.build import ProcessInfo, process_as_json
 from pdserve.core.clock import Clock
 from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import InvalidRequest, NoNodes, PdserveError, Unauthenticated
@@ -117,13 +117,24 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             desk, process = self._checked(context, "GetState")
         except PdserveError as error:
             await self._refuse(context, error)
-        machines = {"legs": self.legs.describe(), **desk.describe()}
         return node_pb2.GetStateResponse(
             process=process_to_pb(process),
             gauges=self.gauges(),
-            machines_json=json.dumps(machines, default=str),
+            machines_json=json.dumps(self._machines(desk), default=str),
             violations=desk.check_invariants(),
         )
+
+    def state(self) -> dict[str, object]:
+        """Return the debug dump as JSON values; only gauges while the model is loaded."""
+        desk, process = self._desk, self._process
+        if desk is None or process is None:
+            return {"gauges": self.gauges()}
+        return {
+            "process": process_as_json(process),
+            "gauges": self.gauges(),
+            "machines": json.loads(json.dumps(self._machines(desk), default=str)),
+            "violations": desk.check_invariants(),
+        }
 
     def gauges(self) -> dict[str, float]:
         """Return every gauge of the node by name."""
@@ -162,6 +173,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         for stream in list(self._streams.values()):
             await stream.wait_all_sent(self._settings.lease_s)
         return len(late)
+
+    def _machines(self, desk: Desk) -> dict[str, object]:
+        return {"legs": self.legs.describe(), **desk.describe()}
 
     def close_streams(self, reason: str) -> None:
         """End every router's stream."""

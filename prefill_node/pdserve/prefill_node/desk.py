@@ -6,7 +6,7 @@ from pdserve import kvtransfer as kv
 from pdserve.core.clock import Clock
 from pdserve.core.hold import parse_hold
 from pdserve.core.ids import Incarnation
-from pdserve.core.settings import PrefillSettings
+from pdserve.core.node_settings import PrefillSettings
 from pdserve.core.work import Work
 from pdserve.engine.blocks import BlockPool
 from pdserve.engine.engine import Engine

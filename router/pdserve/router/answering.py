@@ -4,11 +4,13 @@ The gRPC front and the HTTP front are thin: they make the same `GenerateCall` an
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
+from pdserve.core.api_keys import NOBODY, Caller, Owner
 from pdserve.core.build import ProcessInfo
 from pdserve.core.clock import Clock
 from pdserve.core.errors import NoNodes, PdserveError, SlowReader
@@ -68,6 +70,8 @@ class Reply:
         is_whole = not self.request.stream
         parcel = await self._entry.mailbox.take(whole=is_whole)
         self._meter(parcel)
+        if isinstance(parcel.end, Fail):
+            parcel = replace(parcel, end=Fail(told_to(self._entry.session.facts.caller, parcel.end.error)))
         if isinstance(parcel.end, Fail) and (is_whole or not parcel.gains):
             raise parcel.end.error
         return parcel
@@ -107,12 +111,13 @@ class Answering:
         clock: Clock,
         threads: Executor,
         unread_s: float,
+        more_gauges: Callable[[], Mapping[str, float]],
     ) -> None:
         """Make it of its parts. `unread_s` is how long a client may leave a message with the transport."""
         self.unread_s = unread_s
         self.process, self.model, self.membership = process, model, membership
         self.admission, self.sessions, self.clock = admission, sessions, clock
-        self._grammars, self._threads = grammars, threads
+        self._grammars, self._threads, self._more_gauges = grammars, threads, more_gauges
         self._num_clients = 0
         self.meters = Meters(model.name, self.all_gauges)
 
@@ -127,17 +132,17 @@ class Answering:
 
     @asynccontextmanager
     async def session(
-        self, call: GenerateCall, received_s: float, deadline_s: float | None = None
+        self, call: GenerateCall, caller: Caller, received_s: float, deadline_s: float | None = None
     ) -> AsyncIterator[Reply]:
         """Check, admit and tokenize a request, and hold its session open; whoever leaves early cancels it. Raises PdserveError.
 
         `received_s` and `deadline_s` are on the router's monotonic clock.
         """
         try:
-            entry = await self._open(call, received_s, deadline_s)
+            entry = await self._open(call, caller, received_s, deadline_s)
         except PdserveError as error:
-            self.refused(call.request_id, error)
-            raise
+            self.refused(call.request_id, error, caller.owner)
+            raise told_to(caller, error) from None
         reply = Reply(entry, self.meters, self.clock, self.process)
         slow: SlowReader | None = None
         try:
@@ -156,10 +161,10 @@ class Answering:
         else:
             self.meters.failed(slow)
 
-    def refused(self, label: str, error: PdserveError) -> None:
+    def refused(self, label: str, error: PdserveError, owner: Owner = NOBODY) -> None:
         """Tell of a request that got no session. The label may be anything."""
         self.meters.refused(error)
-        journal.refused(label if label_fault(label) is None else "", error)
+        journal.refused(label if label_fault(label) is None else "", owner, error)
 
     async def until_taken(self, sending: Awaitable[object]) -> None:
         """Hand something to a transport; raise SlowReader if the client takes nothing for too long. (gRPC does so by itself.)"""
@@ -196,12 +201,13 @@ class Answering:
         limits = length_limits(self.membership.loads())
         return 0 if limits is None else limits.longest
 
-    @property
-    def why_not_ready(self) -> str:
-        """Why requests cannot be served now; "" if they can."""
+    def why_not_ready(self, caller: Caller) -> str:
+        """Return why requests cannot be served now; "" if they can. Only operators are told of single nodes."""
         if self.admission.is_draining:
             return "draining"
-        return "" if self.membership.is_ready else self.membership.why_empty()
+        if self.membership.is_ready:
+            return ""
+        return self.membership.why_empty() if caller.is_operator else "no prefill and decode node are ready"
 
     def check_model(self, name: str) -> None:
         """Raise UnknownModel for a model that is not served here; "" stands for the only one."""
@@ -222,10 +228,13 @@ class Answering:
             | self.sessions.gauges()
             | self.membership.gauges()
             | self._grammars.gauges()
+            | dict(self._more_gauges())
             | process_gauges()
         )
 
-    async def _open(self, call: GenerateCall, received_s: float, deadline_s: float | None) -> OpenSession:
+    async def _open(
+        self, call: GenerateCall, caller: Caller, received_s: float, deadline_s: float | None
+    ) -> OpenSession:
         request = await self._checked(call)
         timeline = TimelineRecorder(received_s)
         self.admission.admit(self.sessions.num_waiting, request.n)
@@ -244,6 +253,7 @@ class Answering:
             timeline,
             received_s,
             deadline_s,
+            caller,
         )
 
     async def _checked(self, call: GenerateCall) -> ValidRequest:
@@ -258,8 +268,13 @@ class Answering:
         if limits is None:
             raise NoNodes(
                 "no prefill and decode node of equal identity are ready",
-                hint=self.membership.why_empty(),
                 retry_after_s=1.0,
+                operators_hint=self.membership.why_empty(),
             )
         eos = frozenset().union(*(self.membership.eos_token_ids(load.incarnation) for load in loads))
         return resolve_lengths(num_prompt_ids, request, limits, eos, self.model.vocab_size)
+
+
+def told_to(caller: Caller, error: PdserveError) -> PdserveError:
+    """Return the error as this caller is told it."""
+    return error.for_operator() if caller.is_operator else error

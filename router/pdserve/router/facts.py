@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pdserve.core.api_keys import ANYONE, Caller
+
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
@@ -13,3 +15,5 @@ class SessionFacts:
     received_s: float
     deadline_s: float | None
     prompt_logprobs: bool = False
+    caller: Caller = ANYONE
+    """Who asked: what salts, quotas and metrics go by."""

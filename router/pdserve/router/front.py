@@ -6,17 +6,20 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import Message
 
+from pdserve.core.api_keys import Caller
 from pdserve.core.errors import PdserveError
 from pdserve.router import pb, pb_text
+from pdserve.router.access import Access, AccessCheck
 from pdserve.router.answering import Answering, Reply
+from pdserve.router.grpc_guard import caller_of
 from pdserve.router.instructions import Fail
 from pdserve.router.request import GenerateCall
 from pdserve.router.text_calls import TextCalls
+from pdserve.router.views import MAX_SESSION_ROWS
 from pdserve.rpc.errors import abort_with
 from pdserve.v1 import inference_pb2
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-MAX_SESSION_ROWS = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,11 +27,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceFront:
     """Serves Generate, Tokenize, Detokenize, ListModels and GetClusterState.
 
-    Requests arrive as bytes, so that those that do not parse are refused by name like all others.
+    Requests arrive as bytes, so that those that do not parse are refused by name like all others. `grpc_guard` stands before it.
     """
 
-    def __init__(self, answering: Answering, texts: TextCalls, max_message_bytes: int) -> None:
-        self._answering, self._texts, self._max_message_bytes = answering, texts, max_message_bytes
+    def __init__(self, answering: Answering, texts: TextCalls, access: AccessCheck, max_message_bytes: int) -> None:
+        self._answering, self._texts, self._access = answering, texts, access
+        self._max_message_bytes = max_message_bytes
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to `server`."""
@@ -59,8 +63,9 @@ class InferenceFront:
         deadline_s = None if remaining_s is None else received_s + remaining_s
         with answering.client():
             try:
-                call = self._parsed(raw)
-                async with answering.session(call, received_s, deadline_s) as reply:
+                caller = caller_of(context.invocation_metadata(), Access.USE, self._access)
+                call = self._parsed(raw, caller)
+                async with answering.session(call, caller, received_s, deadline_s) as reply:
                     await self._answer(reply, context)
             except PdserveError as error:
                 await abort_with(context, error)
@@ -94,11 +99,11 @@ class InferenceFront:
         rows = answering.sessions.rows(MAX_SESSION_ROWS)
         return pb.cluster_response(answering.process, answering.membership.rows(), answering.all_gauges(), rows)
 
-    def _parsed(self, raw: bytes) -> GenerateCall:
+    def _parsed(self, raw: bytes, caller: Caller) -> GenerateCall:
         try:
             return pb.parse_generate(raw, self._max_message_bytes)
         except PdserveError as error:
-            self._answering.refused("", error)
+            self._answering.refused("", error, caller.owner)
             raise
 
     async def _answer(self, reply: Reply, context: Context) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 
+from pdserve.core.api_keys import Owner
 from pdserve.core.build import Role
 from pdserve.core.errors import PdserveError
 from pdserve.core.ids import Incarnation
@@ -24,7 +25,9 @@ class Journal:
 
     def __init__(self, label: str, session: Session, family: Family) -> None:
         self._session, self._family = session, family
-        self.log = RequestLogger(logger, {"request_id": label, "session_id": session.facts.session_id})
+        facts = session.facts
+        fields = {"request_id": label, "owner": facts.caller.owner, "session_id": facts.session_id}
+        self.log = RequestLogger(logger, fields)
 
     def admitted(self) -> None:
         """Tell that the session is open."""
@@ -63,9 +66,7 @@ class Journal:
         session = self._session
         num_tokens = session.sequences.num_tokens
         extra = {"attempt": session.attempt}
-        self.log.warning(
-            "attempt ended: %s; resuming after %d tokens", session.patience.last_cause, num_tokens, extra=extra
-        )
+        self.log.warning("attempt ended: %s; resuming after %d tokens", session.patience.told, num_tokens, extra=extra)
 
     def abandoned(self, node: Incarnation, attempt: int) -> None:
         """Tell of a leg that was never released."""
@@ -110,9 +111,10 @@ class Journal:
         return " ".join(f"{role.label}={names.get(role, '-')}" for role in (Role.PREFILL, Role.DECODE))
 
 
-def refused(label: str, error: PdserveError) -> None:
+def refused(label: str, owner: Owner, error: PdserveError) -> None:
     """Tell of a request that got no session. `label` must be checked: it stands on the line."""
-    logger.info("request refused: %s: %s", error.reason, error.message, extra={"request_id": label})
+    extra = {"request_id": label, "owner": owner}
+    logger.info("request refused: %s: %s", error.reason, error.message, extra=extra)
 
 
 def short(node: Incarnation) -> str:

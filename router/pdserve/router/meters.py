@@ -3,21 +3,17 @@
 Latencies are those of the timeline (docs/timeline.md); the gaps between tokens are as clients were given them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pdserve.core.errors import PdserveError
 from pdserve.router.instructions import Answer, Finish
+from pdserve.rpc.gauge_metrics import ROUTER_PREFIX, GaugeCollector, Gauges
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_TIME_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))
-ROUTER_PREFIX = "pdserve_router_"
-
-Gauges = Callable[[], Mapping[str, float]]
 
 
 class Meters:
@@ -26,7 +22,7 @@ class Meters:
     def __init__(self, model: str, gauges: Gauges) -> None:
         self._model = model
         self.registry = CollectorRegistry()
-        self.registry.register(GaugeCollector(gauges))
+        self.registry.register(GaugeCollector(gauges, ROUTER_PREFIX))
 
         def histogram(name: str, about: str, buckets: Sequence[float], *more: str) -> Histogram:
             return Histogram(name, about, ("model_name", *more), buckets=buckets, registry=self.registry)
@@ -101,25 +97,3 @@ class Meters:
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class GaugeCollector(Collector):
-    """Every gauge of the router under its own name: `sessions.decoding` is `pdserve_router_sessions_decoding`."""
-
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
-
-    def describe(self) -> list[Metric]:
-        """Name nothing beforehand: gauges are read when they are asked for."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of this moment; those that only grow are counters."""
-        for name, value in self._gauges().items():
-            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(metric_name(name), f"Gauge {name} of docs/gauges.md.", value=value)
-
-
-def metric_name(gauge: str) -> str:
-    """Return the metric's name of a gauge."""
-    return ROUTER_PREFIX + gauge.replace(".", "_")

@@ -58,6 +58,11 @@ class Patience:
         return self.num_failures >= self._limits.max_attempts
 
     @property
+    def told(self) -> str:
+        """How the last attempt ended, for the log."""
+        return f"{self.last_cause}: {self._last_detail}" if self._last_detail else self.last_cause
+
+    @property
     def backoff_s(self) -> float:
         """Pause before the next attempt, seconds."""
         if not self._num_pauses:
@@ -83,7 +88,7 @@ class Patience:
     ) -> None:
         """Count the end of an attempt on `nodes`. Only failures count towards the bound; the wait for other ends adds up.
 
-        `cause` is a stable name, `detail` what the node said besides, for the client.
+        `cause` is a stable name, which clients are told; `detail` what is known besides, for operators.
         """
         self.last_cause, self._last_detail = cause, detail
         if outcome in NOT_FAILURES:
@@ -98,7 +103,7 @@ class Patience:
     def exhausted_error(self) -> PdserveError:
         """Return the error after the last allowed attempt."""
         return AttemptsExhausted(
-            f"{self.num_failures} attempts failed; the last: {self.last_cause}", hint=self._last_detail
+            f"{self.num_failures} attempts failed; the last: {self.last_cause}", operators_hint=self._last_detail
         )
 
     def refusal_error(self, error: PdserveError) -> PdserveError:
@@ -111,7 +116,10 @@ class Patience:
     def wait_error(self) -> PdserveError:
         """Return the error after too long a wait for nodes."""
         if self.num_failures:
-            return AttemptsExhausted(f"no node could take over in time; the last attempt: {self.last_cause}")
+            return AttemptsExhausted(
+                f"no node could take over in time; the last attempt: {self.last_cause}",
+                operators_hint=self._last_detail,
+            )
         waited = "no node became free in time"
         if self.last_cause.startswith("drain"):
             return NoNodes(waited, retry_after_s=1.0)

@@ -102,7 +102,8 @@ class Placing:
             return True
         if found.is_final or not query.is_resume:
             self._line.leave(query.session_id)
-            found.error.hint = found.error.hint or self._membership.why_empty()
+            if not found.error.hint:
+                found.error.operators_hint = self._membership.why_empty()
             self._waiters.place(query.session_id, PlacementRefused(found.error))
         return False
 

@@ -9,13 +9,16 @@ from pdserve.core.build import ProcessInfo, Role, product_version, source_commit
 from pdserve.core.clock import Clock, SystemClock
 from pdserve.core.errors import Draining
 from pdserve.core.ids import new_incarnation
-from pdserve.core.settings import RouterSettings
+from pdserve.core.router_settings import RouterSettings
+from pdserve.router.access import AccessCheck
 from pdserve.router.admission import Admission
 from pdserve.router.answering import Answering
 from pdserve.router.attach import LinkSettings, NodeLink
 from pdserve.router.front import SERVICE_NAME, InferenceFront
+from pdserve.router.grpc_guard import GrpcGuard
+from pdserve.router.http.admin import RouterViews
 from pdserve.router.http.app import HttpFront, HttpSettings
-from pdserve.router.http.listener import HttpListener
+from pdserve.router.key_ring import KeyRing
 from pdserve.router.membership import Membership
 from pdserve.router.patience import SessionLimits
 from pdserve.router.placement import LeastLoaded
@@ -23,6 +26,8 @@ from pdserve.router.sessions import Sessions
 from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
+from pdserve.rpc.admin_port import admin_port
+from pdserve.rpc.http_listener import HttpListener
 from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
@@ -61,6 +66,8 @@ class Router:
             self.membership, self.admission, LeastLoaded(), limits, clock, settings.max_unread_bytes
         )
         self.grammars = grammar_door(settings.model, self.model.vocab_size, clock)
+        self.keys = KeyRing(settings)
+        self.access = AccessCheck(self.keys, is_reachable=settings.needs_secret)
         self.http: HttpListener | None = None
         self._changed = asyncio.Event()
         self.membership.on_change = self._on_change
@@ -72,6 +79,7 @@ class Router:
             max_message_bytes=2 * settings.max_message_bytes,
             unread_s=settings.max_unread_s,
             tls=self._tls,
+            interceptors=[GrpcGuard(self.access)],
         )
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
@@ -88,15 +96,16 @@ class Router:
                 self._clock,
                 threads,
                 settings.max_unread_s,
+                self.access.gauges,
             )
             texts = TextCalls(answering)
-            front = InferenceFront(answering, texts, settings.max_message_bytes)
+            front = InferenceFront(answering, texts, self.access, settings.max_message_bytes)
             self.server.add(SERVICE_NAME, front.register)
-            self.http = self._listener(answering, texts)
             try:
+                self.http = self._listener(answering, texts)
                 await self.server.start()
-                announce(settings.ready_fd, self._say_where())
-                async with watched(settings.secret_watch()):
+                async with watched(settings.secret_watch()), admin_port(settings, RouterViews(answering)) as admin:
+                    announce(settings.ready_fd, self._say_where() | admin)
                     await self._serve(stop, stop_now)
             finally:
                 if self.http is not None:
@@ -109,6 +118,7 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(link.run()) for link in self._links()]
             running.append(tasks.create_task(self._tell_readiness()))
+            running.append(tasks.create_task(self.keys.watch()))
             if self.http is not None:
                 tasks.create_task(self.http.serve())
             await stop.wait()
@@ -122,8 +132,8 @@ class Router:
         settings = self._settings
         if settings.http_port is None:
             return None
-        keys = tuple(key.get_secret_value() for key in settings.api_key)
-        front = HttpFront(answering, texts, HttpSettings(settings.max_message_bytes, keys, settings.cors_origin))
+        http = HttpSettings(settings.max_message_bytes, settings.cors_origin)
+        front = HttpFront(answering, texts, self.access, http)
         return HttpListener(
             front.app, settings.host, settings.http_port, LAST_GRACE_S, settings.max_unread_s, tls=self._tls
         )
@@ -139,8 +149,8 @@ class Router:
         if self.http is not None:
             addresses["http"] = f"{settings.advertised_host}:{self.http.port}"
             logger.info("HTTP on %s://%s", "http" if self._tls is None else "https", addresses["http"])
-            if settings.needs_secret and not (settings.api_key or settings.tls_client_ca):
-                logger.warning("whoever reaches the HTTP port may use it; set --api-key or --tls-client-ca")
+        if settings.needs_secret and self.keys.is_empty and settings.tls_client_ca is None:
+            logger.warning("whoever reaches this router may use it; set --api-keys-file, --api-key or --tls-client-ca")
         for role, nodes in (("prefill", settings.prefill), ("decode", settings.decode)):
             if not nodes:
                 logger.warning(

@@ -353,7 +353,7 @@ class Session:
             if self._matters(leg) and not leg.did_its_part:
                 if leg.role is Role.DECODE:
                     self._prefer = node
-                self._end_attempt(LegOutcome.FAILED, f"{leg.role.label}_lost: {reason}", now_s)
+                self._end_attempt(LegOutcome.FAILED, f"{leg.role.label}_lost", now_s, reason)
                 return
         if current:
             self._end_attempt_without_legs(now_s)

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from pdserve.core.api_keys import Caller
 from pdserve.core.clock import Clock
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.core.ids import Incarnation, new_transfer_id
@@ -110,12 +111,13 @@ class Sessions:
         timeline: TimelineRecorder,
         received_s: float,
         deadline_s: float | None,
+        caller: Caller,
     ) -> OpenSession:
         """Open a session for a request that was admitted, one output per sequence; it leaves admission when it is closed."""
         session_id, self._next_id = self._next_id, self._next_id + 1
         rules = EndRules(max_tokens, request.stop_token_ids, request.ignore_eos)
         session = Session(
-            SessionFacts(session_id, prompt_ids, max_tokens, received_s, deadline_s, request.prompt_logprobs),
+            SessionFacts(session_id, prompt_ids, max_tokens, received_s, deadline_s, request.prompt_logprobs, caller),
             Sequences({index: Sequence(rules, output) for index, output in enumerate(outputs)}),
             Patience(self._limits, received_s),
             timeline,
@@ -256,8 +258,9 @@ class Sessions:
                 self._execute(entry, entry.session.handle(event, self._clock.now_s()))
         except Exception as error:  # noqa: BLE001 - a fault in one session must not end the router for all others
             entry.journal.broke()
-            fault = f"a fault of the router: {type(error).__name__}: {error}"
-            self._break(entry, error if isinstance(error, InternalError) else InternalError(fault))
+            fault = f"a fault of the router: {type(error).__name__}"
+            told = InternalError(fault, hint="see the router's log", operators_hint=str(error))
+            self._break(entry, error if isinstance(error, InternalError) else told)
         finally:
             entry.is_handling = False
         if entry.session.is_answered:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,9 +34,10 @@ class GrpcServer:
         max_message_bytes: int = 4 << 20,
         unread_s: float = UNREAD_S,
         tls: TlsSource | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._server = grpc.aio.server(
-            options=server_options(max_message_bytes), interceptors=(BoundedCalls(unread_s),)
+            options=server_options(max_message_bytes), interceptors=(BoundedCalls(unread_s), *interceptors)
         )
         self._host, self._tls = host, tls
         self._asked_port = port

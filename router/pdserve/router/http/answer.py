@@ -15,6 +15,7 @@ from functools import partial
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from pdserve.core.api_keys import Caller
 from pdserve.core.errors import InternalError, PdserveError, SlowReader
 from pdserve.router.answering import Answering, Reply
 from pdserve.router.http.errors import HttpFault, JsonObject, answer_of
@@ -51,8 +52,10 @@ class Head:
 class AnswerResponse:
     """The ASGI application that answers one request."""
 
-    def __init__(self, answering: Answering, asked: Asked, shape: Shape, head: Head, received_s: float) -> None:
-        self._answering, self._asked, self._shape, self._head = answering, asked, shape, head
+    def __init__(
+        self, answering: Answering, asked: Asked, caller: Caller, shape: Shape, head: Head, received_s: float
+    ) -> None:
+        self._answering, self._asked, self._caller, self._shape, self._head = answering, asked, caller, shape, head
         self._received_s = received_s
         self._has_begun = False
 
@@ -130,7 +133,7 @@ class AnswerResponse:
 
     async def _open(self, stack: AsyncExitStack) -> list[Reply]:
         return [
-            await stack.enter_async_context(self._answering.session(call, self._received_s))
+            await stack.enter_async_context(self._answering.session(call, self._caller, self._received_s))
             for call in self._asked.calls
         ]
 

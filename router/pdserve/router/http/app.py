@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from pdserve.core.build import product_version
 from pdserve.core.errors import PdserveError
+from pdserve.router.access import AccessCheck
 from pdserve.router.answering import Answering
 from pdserve.router.http.answer import AnswerResponse, Head, error_response, fault_of
 from pdserve.router.http.body import parsed_object, read_body
@@ -27,15 +28,17 @@ from pdserve.router.http.completion_request import parse_completion
 from pdserve.router.http.completion_shape import CompletionShape
 from pdserve.router.http.errors import HttpFault, JsonObject
 from pdserve.router.http.fields import PARAMS, Asked
-from pdserve.router.http.guard import LABEL, Guard
+from pdserve.router.http.guard import CALLER, LABEL, Guard
 from pdserve.router.http.shape import Shape, TokenFormat
 from pdserve.router.http.text_requests import TEXT_PARAMS, parse_detokenize, parse_tokenize, tokenized_json
 from pdserve.router.http.token_texts import TokenTexts
 from pdserve.router.text_calls import TextCalls
+from pdserve.router.views import load_json, state_json
+from pdserve.rpc.admin_port import health_response
+from pdserve.rpc.gauge_metrics import METRICS_TYPE
 
 MAX_INLINE_BYTES = 64 * 1024
 """Bodies up to this size are parsed on the event loop (some milliseconds at worst); larger ones on a thread."""
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXPOSED_HEADERS = ("x-request-id", "server-timing", "retry-after", "retry-after-ms")
 """Headers that pages of another origin may read."""
 
@@ -49,17 +52,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """What the front is told. No `keys`: nobody is asked for one."""
+    """What the front is told."""
 
     max_body_bytes: int
-    keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 
 
 class HttpFront:
     """Serves every path; `app` is the ASGI application."""
 
-    def __init__(self, answering: Answering, texts: TextCalls, settings: HttpSettings) -> None:
+    def __init__(self, answering: Answering, texts: TextCalls, access: AccessCheck, settings: HttpSettings) -> None:
         self._answering, self._texts, self._max_body_bytes = answering, texts, settings.max_body_bytes
         self._token_texts = TokenTexts(answering.model.vocabulary)
         self._started_s = int(time.time())
@@ -73,9 +75,10 @@ class HttpFront:
             Route("/health", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/load", self.load, methods=["GET"]),
+            Route("/debug/state", self.state, methods=["GET"]),
         ]
-        paths = {route.path for route in routes}
-        guard = Middleware(Guard, keys=settings.keys, paths=paths, count=answering.meters.http)
+        guard = Middleware(Guard, access=access, routes=routes, count=answering.meters.http)
         self.app: ASGIApp = Starlette(
             routes=routes,
             middleware=[*_cross_origin(settings.origins), guard],
@@ -109,12 +112,9 @@ class HttpFront:
         call = await self._parsed(request, parse_detokenize)
         return JSONResponse({"prompt": await self._texts.detokenize(call)})
 
-    async def health(self, request: Request) -> Response:  # noqa: ARG002
+    async def health(self, request: Request) -> Response:
         """Tell readiness: 200 if requests can be served, else 503 and why."""
-        reason = self._answering.why_not_ready
-        if reason:
-            return JSONResponse({"status": "not ready", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ready"})
+        return health_response(self._answering.why_not_ready(request.scope[CALLER]))
 
     async def version(self, request: Request) -> Response:  # noqa: ARG002
         """Tell the version."""
@@ -124,18 +124,26 @@ class HttpFront:
         """Return everything for Prometheus."""
         return Response(self._answering.meters.render(), headers={"content-type": METRICS_TYPE})
 
+    async def load(self, request: Request) -> Response:  # noqa: ARG002
+        """Tell how busy the pools are."""
+        return JSONResponse(load_json(self._answering))
+
+    async def state(self, request: Request) -> Response:  # noqa: ARG002
+        """Show nodes, gauges and open sessions."""
+        return JSONResponse(state_json(self._answering))
+
     async def _generate(self, request: Request, parser: Parser, make: MakeShape) -> ASGIApp:
         body = await read_body(request, self._max_body_bytes)
         received_s = self._answering.clock.now_s()
-        label = request.scope[LABEL]
+        label, caller = request.scope[LABEL], request.scope[CALLER]
         try:
             asked = await self._from_json(body, lambda fields: parser(fields, label))
         except PdserveError as error:
-            self._answering.refused(label, error)
+            self._answering.refused(label, error, caller.owner)
             raise
         shape = make(TokenFormat(self._token_texts, asked.wishes))
         head = Head(shape.id_prefix + asked.label, int(time.time()), self._answering.model.name)
-        return AnswerResponse(self._answering, asked, shape, head, received_s)
+        return AnswerResponse(self._answering, asked, caller, shape, head, received_s)
 
     async def _parsed(self, request: Request, parser: Callable[[JsonObject], T]) -> T:
         return await self._from_json(await read_body(request, self._max_body_bytes), parser)

@@ -1,22 +1,20 @@
-"""What stands before every path: the API key, the request id, and the count of answers."""
+"""What stands before every path: the check of keys, the request id, and the count of answers."""
 
-import hashlib
-import hmac
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.core.errors import PdserveError, Unauthenticated
+from pdserve.core.errors import PdserveError
+from pdserve.router.access import HTTP_ACCESS, Access, AccessCheck
 from pdserve.router.http.answer import error_response
 from pdserve.router.validation import label_fault
 
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
-"""Paths that need no key: probes and scrapers have none."""
 REQUEST_ID = "x-request-id"
-LABEL = "pdserve.label"
-"""Key of the scope that holds the request's id."""
+LABEL, CALLER = "pdserve.label", "pdserve.caller"
+"""Keys of the scope: the request's id, and who sent it."""
 OTHER_PATH = "other"
 
 
@@ -24,13 +22,13 @@ class Guard:
     """Middleware. Each answer carries the id that the client gave, or a new one."""
 
     def __init__(
-        self, app: ASGIApp, keys: Collection[str], paths: Collection[str], count: Callable[[str, int], None]
+        self, app: ASGIApp, access: AccessCheck, routes: Sequence[Route], count: Callable[[str, int], None]
     ) -> None:
-        self._app, self._paths, self._count = app, frozenset(paths), count
-        self._digests = [_digest(key) for key in keys]
+        self._app, self._access, self._routes, self._count = app, access, routes, count
+        self._paths = frozenset(route.path for route in routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer 401."""
+        """Let the request through with its caller, or answer 401 or 403."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -47,21 +45,16 @@ class Guard:
                 self._count(path if path in self._paths else OTHER_PATH, message["status"])
             await send(message)
 
-        if self._digests and path not in OPEN_PATHS and not self._knows(headers.get("authorization", "")):
-            error: PdserveError = Unauthenticated(
-                "the API key is missing or wrong", hint="send Authorization: Bearer KEY"
-            )
+        try:
+            scope[CALLER] = self._access.caller(headers.getlist("authorization"), self._needed(scope))
+        except PdserveError as error:
             await error_response(error, {})(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
-    def _knows(self, authorization: str) -> bool:
-        """Whether the header holds one of the keys. The time it takes does not depend on which, nor on how much is right."""
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip())
-        found = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(found)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+    def _needed(self, scope: Scope) -> Access:
+        """Return what the path asks for, as its route takes it: `/metrics%0A` is `/metrics` too. Nothing is at other paths."""
+        for route in self._routes:
+            if route.matches(scope)[0] is not Match.NONE:
+                return HTTP_ACCESS.get(route.path, Access.OPERATE)
+        return Access.USE

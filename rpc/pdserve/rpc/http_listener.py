@@ -1,4 +1,4 @@
-"""The HTTP port: uvicorn on the router's own event loop, bound before the router says that it listens."""
+"""An HTTP port: uvicorn on the process's own event loop, bound before the process says that it listens."""
 
 import contextlib
 import resource
@@ -9,8 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pdserve.core.errors import AddressInUse
-from pdserve.router.http.connection import BoundedConnection
-from pdserve.router.http.tls import RenewedContext
+from pdserve.rpc.http_connection import BoundedConnection
+from pdserve.rpc.http_tls import RenewedContext
 from pdserve.rpc.ports import check_port
 from pdserve.rpc.tls import TlsSource
 
@@ -24,7 +24,7 @@ IDLE_S = 75
 
 
 class QuietServer(uvicorn.Server):
-    """A server that leaves signals to the router."""
+    """A server that leaves signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -36,14 +36,23 @@ class HttpListener:
     """One port. `serve` is its whole life."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, grace_s: float, unread_s: float, tls: TlsSource | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        grace_s: float,
+        unread_s: float,
+        *,
+        tls: TlsSource | None = None,
+        option: str = "--http-port",
+        max_connections: int | None = None,
     ) -> None:
-        """Bind the port; raises AddressInUse if it is taken. `grace_s` is what open requests get once it stops.
+        """Bind the port; raises AddressInUse, naming `option`, if it is taken. `grace_s` is what open requests get once it stops.
 
         A client that leaves sent bytes untaken for `unread_s`, a complete answer too, loses its connection to the kernel. With
-        `tls` the port speaks HTTPS alone.
+        `tls` the port speaks HTTPS alone. Without `max_connections` there may be `connection_limit()` of them.
         """
-        check_port(host, port, "--http-port")
+        check_port(host, port, option)
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -58,10 +67,10 @@ class HttpListener:
             self._socket.close()
             raise AddressInUse(
                 f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}",
-                hint="another process took the port just now; choose another --http-port",
+                hint=f"another process took the port just now; choose another {option}",
             ) from None
         self.port: int = self._socket.getsockname()[1]
-        limit = connection_limit()
+        limit = max_connections or connection_limit()
         context = None if tls is None else RenewedContext.of(tls, limit * 3 // 2)
 
         class Connection(BoundedConnection):
