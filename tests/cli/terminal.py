@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 DEADLINE_S = 30.0
+AGAIN_S = 2.0
 CHAT = (sys.executable, "-P", "-m", "pdserve.cli", "chat")
 FOREGROUND = """
 import fcntl, os, sys, termios
@@ -33,20 +34,39 @@ class Person:
 
     async def read_until(self, text: str) -> str:
         """Read on until `text` comes; return what came before it, and forget it."""
-        loop = asyncio.get_running_loop()
         while text not in self.seen:
-            readable = loop.create_future()
-            loop.add_reader(self._terminal, readable.set_result, None)
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    await readable
-            except TimeoutError:
+            if not await self._reads_on(DEADLINE_S):
                 pytest.fail(f"{text!r} did not come after {self.seen!r}")
-            finally:
-                loop.remove_reader(self._terminal)
-            self.seen += self._decoder.decode(os.read(self._terminal, 4096))
         before, _, self.seen = self.seen.partition(text)
         return before
+
+    async def interrupt_until(self, text: str) -> None:
+        """Type Ctrl-C, again each time nothing comes of it, until `text` does.
+
+        Between showing its prompt and waiting for a key, CPython's `input` hears of a signal only with the next key.
+        """
+        for _ in range(round(DEADLINE_S / AGAIN_S)):
+            self.type("\x03")
+            while await self._reads_on(AGAIN_S):
+                if text in self.seen:
+                    self.seen = self.seen.partition(text)[2]
+                    return
+        pytest.fail(f"{text!r} did not come after {self.seen!r}")
+
+    async def _reads_on(self, wait_s: float) -> bool:
+        """Read what comes next; False if nothing does in time."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(self._terminal, readable.set_result, None)
+        try:
+            async with asyncio.timeout(wait_s):
+                await readable
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._terminal)
+        self.seen += self._decoder.decode(os.read(self._terminal, 4096))
+        return True
 
 
 @asynccontextmanager

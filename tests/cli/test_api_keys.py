@@ -11,16 +11,19 @@ from pdserve.cli.router_probe import RouterProbe
 from pdserve.core.api_keys import operator_key
 from pdserve.core.errors import ConfigError, Unauthenticated
 from pdserve.core.router_settings import RouterSettings
+from pdserve.core.run_secret import RunFile
 from pdserve.core.settings import load_settings
 from tests.cli.test_command_line import pdserve_beside
 from tests.client.stub_router import StubRouter, stub_router
 
 KEY, OTHER, SECRET = "sesame-sesame-sesame", "sesame-sesame-second", "sesame-of-the-cluster"
 
+ROUTER = "127.0.0.1:50051"
+
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("API_KEY", "API_KEYS_FILE", "CLUSTER_SECRET"):
+    for name in ("API_KEY", "API_KEYS_FILE", "CLUSTER_SECRET", "CLUSTER_SECRET_FILE"):
         monkeypatch.delenv(f"PDSERVE_{name}", raising=False)
 
 
@@ -29,14 +32,32 @@ def test_a_command_sends_the_first_of_the_routers_list() -> None:
     assert key_to_send("") is key_to_send(" , ") is None
 
 
-def test_status_makes_a_key_of_the_secret_if_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert operators_key("") is None
+def test_status_makes_a_key_of_the_secret_if_none_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert operators_key("", ROUTER) is None
+    file = tmp_path / "secret"
+    file.write_text("new secret of a file\nold secret of a file\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("PDSERVE_CLUSTER_SECRET_FILE", str(file))
+    assert operators_key("", ROUTER) == operator_key(b"new secret of a file")
     monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", SECRET)
-    assert operators_key("") == operator_key(SECRET.encode())
-    assert operators_key(KEY) == KEY
+    assert operators_key("", ROUTER) == operator_key(SECRET.encode())
+    assert operators_key(KEY, ROUTER) == KEY
     raw = b"\xff\xfe-bytes-that-are-no-text"
     monkeypatch.setenv("PDSERVE_CLUSTER_SECRET", raw.decode(errors="surrogateescape"))
-    assert operators_key("") == operator_key(raw)
+    assert operators_key("", ROUTER) == operator_key(raw)
+
+
+def test_status_makes_a_key_of_the_secret_of_a_local_cluster_and_sends_it_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunFile(SECRET.encode()) as run:
+        run.tell([ROUTER, "127.0.0.1:40001"])
+        assert operators_key("", ROUTER) == operator_key(SECRET.encode())
+        assert operators_key("", "localhost:50051") == operator_key(SECRET.encode())
+        assert operators_key("", "127.0.0.1:50052") is None
+        assert operators_key("", "10.0.0.1:50051") is None
+    assert operators_key("", ROUTER) is None
 
 
 def test_a_supervisor_finds_a_key_for_its_own_router(tmp_path: Path) -> None:

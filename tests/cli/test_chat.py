@@ -140,8 +140,8 @@ async def test_error_and_ctrl_c_at_the_prompt_do_not_end_a_terminal_ctrl_d_does(
         await person.read_until("Zwölf Bären")
         assert "TTFT" not in await person.read_until("> ")
         assert turns(router.requests[1]) == [("user", "one")]
-        person.type("half a li\x03")
-        await person.read_until("Ctrl-D or /quit leaves")
+        person.type("half a li")
+        await person.interrupt_until("Ctrl-D or /quit leaves")
         await person.read_until("> ")
         person.type("/help\n")
         await person.read_until("/system")

@@ -1,15 +1,18 @@
 """Which API key a command sends.
 
 PDSERVE_API_KEY means the same at both ends: the router takes every key in it, a command sends the first. `pdserve status`
-without a key makes an operator's from PDSERVE_CLUSTER_SECRET, which itself is never sent.
+without a key makes an operator's from the cluster secret, which itself is never sent.
 """
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.core.api_keys import best_key_in, operator_key, read_keys_file
+from pdserve.core.run_secret import secret_at
+from pdserve.core.secret_file import read_secret_file
 
 if TYPE_CHECKING:
     from pdserve.core.router_settings import RouterSettings
@@ -31,10 +34,22 @@ def key_to_send(given: str) -> str | None:
     return next((key for part in given.split(",") if (key := part.strip())), None)
 
 
-def operators_key(given: str) -> str | None:
-    """Return the key that was given, or the one that the cluster secret of the environment stands for."""
+def operators_key(given: str, server: str) -> str | None:
+    """Return the key that was given, or the one that the cluster secret stands for.
+
+    The secret is that of the environment, or of the local cluster of this user whose router is at `server`.
+    """
+    key = key_to_send(given)
+    if key is not None:
+        return key
     secret = os.environb.get(b"PDSERVE_CLUSTER_SECRET", b"")
-    return key_to_send(given) or (operator_key(secret) if secret else None)
+    path = os.environ.get("PDSERVE_CLUSTER_SECRET_FILE", "")
+    if secret:
+        return operator_key(secret)
+    if path:
+        return operator_key(read_secret_file(Path(path)).values[0])
+    local = secret_at(server)
+    return None if local is None else operator_key(local.proving)
 
 
 def own_key(settings: "RouterSettings") -> str | None:

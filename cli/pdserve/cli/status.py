@@ -54,7 +54,7 @@ def status(
     from pdserve.cli.report import errors_as_json, output, run_async, write_json
 
     with errors_as_json(as_json):
-        seen = run_async(look(server, trust.client_tls(), operators_key(api_key)))
+        seen = run_async(look(server, trust.client_tls(), operators_key(api_key, server)))
         if as_json:
             write_json(state_as_json(seen))
         else:

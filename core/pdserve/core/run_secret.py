@@ -126,6 +126,12 @@ def local_secret(addresses: Collection[str]) -> ClusterSecret | None:
     return None if found.run is None else found.run.secret
 
 
+def secret_at(address: str) -> ClusterSecret | None:
+    """Return the secret of the local cluster that has this very address; None if there is none."""
+    run = find((address,)).run
+    return run.secret if run is not None and _normal(address) in run.addresses else None
+
+
 def _live_runs(path: Path, folder: int) -> Iterator[LocalRun]:
     for name in sorted(os.listdir(folder)):
         match = NAME.fullmatch(name)
