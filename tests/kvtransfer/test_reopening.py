@@ -271,13 +271,14 @@ class TestNoNextConnection:
 
 
 class TestPeers:
-    def test_one_that_is_named_no_more_may_finish_what_it_began(self) -> None:
-        """A prefill node that drains is not listed any more, and its connection breaks."""
+    @pytest.mark.parametrize("is_told", [True, False])
+    def test_one_that_is_named_no_more_may_finish_what_it_began(self, is_told: bool) -> None:
+        """A prefill node that drains is not listed any more, and its connection breaks, whether or not this side learns of it."""
         world = World()
         transfer_id = at_stage(world, "streaming")
         world.receiver.set_peers(frozenset(), world.now_s)
         world.sender.set_peers({}, world.now_s)
-        world.cut()
+        world.cut(tell_receiver=is_told)
         finish(world, transfer_id, "streaming")
         world.advance(1.0)
         assert world.receiver.gauges()["kv_links"] == world.sender.gauges()["kv_links"] == 0

@@ -274,9 +274,9 @@ class ReceiverTable:
             self._forget(oldest)
 
     def _welcome_peers(self) -> frozenset[Incarnation]:
-        """Those that a router names, and those whose transfers it let stand when it named them no more."""
-        severed = {each.spec.peer for each in self._transfers.values() if each.life.state is ReceiveState.SEVERED}
-        return self._peers | severed
+        """Those that a router names, and those that it named when they began what is still under way."""
+        begun = (each for each in self._transfers.values() if each.life.state is not ReceiveState.EXPECTED)
+        return self._peers | {each.spec.peer for each in begun}
 
     def _welcome(self, link: ReceiverLink, now_s: float) -> None:
         """A peer has one link: what it opened on an earlier connection has to be opened again on this one."""
