@@ -27,7 +27,7 @@ from pdserve.router.structured import grammar_door
 from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
 from pdserve.rpc.admin_port import admin_port
-from pdserve.rpc.http_listener import HttpListener
+from pdserve.rpc.http_listener import HttpListener, connection_limit
 from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
@@ -79,6 +79,7 @@ class Router:
             max_message_bytes=2 * settings.max_message_bytes,
             unread_s=settings.max_unread_s,
             tls=self._tls,
+            max_connections=connection_limit(),
             interceptors=[GrpcGuard(self.access)],
         )
 

@@ -13,6 +13,8 @@ RECONNECT_MS = (100, 1_000)
 CONNECT_TIMEOUT_MS = 3_000
 HANDSHAKE_MS = 30_000
 """Time for a new connection to finish its TLS handshake, or to begin HTTP/2; gRPC's own would be two minutes."""
+MAX_CONNECTIONS = 256
+"""Connections to one port; a node has one from each router, and those of operators."""
 
 Options = list[tuple[str, int | str]]
 
@@ -36,8 +38,11 @@ def channel_options(max_message_bytes: int = 4 << 20) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = 4 << 20) -> Options:
-    """Return the options of every server that pdserve runs. A busy port is an error, never shared."""
+def server_options(max_message_bytes: int = 4 << 20, max_connections: int = MAX_CONNECTIONS) -> Options:
+    """Return the options of every server that pdserve runs. A busy port is an error, never shared.
+
+    Connections beyond `max_connections` are closed at once, so that they take no descriptors from what is there.
+    """
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -47,6 +52,7 @@ def server_options(max_message_bytes: int = 4 << 20) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
     ]
