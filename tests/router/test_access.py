@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 import httpx
@@ -44,12 +45,13 @@ STRANGERS = frozenset(list(CALLERS)[:6])
 USERS = frozenset({"use", "lower case"})
 KINDS = ("keys", "open", "reachable")
 GRPC_STATUS = {401: grpc.StatusCode.UNAUTHENTICATED, 403: grpc.StatusCode.PERMISSION_DENIED}
+Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 Fronts = dict[str, tuple[Stage, httpx.AsyncClient, grpc.aio.Channel]]
 
 
 @contextlib.asynccontextmanager
 async def front(
-    folder: Path, host: str, **given: str
+    folder: Path, host: str, **given: Any
 ) -> AsyncIterator[tuple[Stage, httpx.AsyncClient, grpc.aio.Channel]]:
     """A router between ready nodes, with a client of either front that has no key."""
     async with start_stage(folder, host=host, http_port="0", **given) as stage:
@@ -90,7 +92,7 @@ def expected(kind: str, caller: str, need: Access) -> int:
 
 async def status_over_grpc(channel: grpc.aio.Channel, method: str, caller: str) -> grpc.StatusCode:
     """Return how a call with an empty request ends; OK for one that is let in."""
-    call = channel.stream_stream(method)(metadata=CALLERS[caller], timeout=DEADLINE_S)
+    call: Call = channel.stream_stream(method)(metadata=CALLERS[caller], timeout=DEADLINE_S)
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(b"")
         await call.done_writing()
@@ -143,8 +145,8 @@ async def test_every_method_and_path_is_in_the_table(fronts: Fronts) -> None:
 
 async def test_a_method_that_is_in_no_table_is_for_operators(fronts: Fronts, monkeypatch: pytest.MonkeyPatch) -> None:
     _, http, channel = fronts["keys"]
-    monkeypatch.delitem(GRPC_ACCESS, "/pdserve.v1.InferenceService/ListModels")  # type: ignore[arg-type]  # a dict
-    monkeypatch.delitem(HTTP_ACCESS, "/v1/models")  # type: ignore[arg-type]  # a dict
+    monkeypatch.delitem(GRPC_ACCESS, "/pdserve.v1.InferenceService/ListModels")
+    monkeypatch.delitem(HTTP_ACCESS, "/v1/models")
     method = "/pdserve.v1.InferenceService/ListModels"
     assert await status_over_grpc(channel, method, "use") is grpc.StatusCode.PERMISSION_DENIED
     assert await status_over_grpc(channel, method, "operate") is grpc.StatusCode.OK
@@ -182,7 +184,7 @@ async def test_a_refused_call_submits_nothing_and_is_counted(fronts: Fronts) -> 
     """gRPC walked past `--api-key`. A refused request is not even read: the call ends while the client still sends."""
     stage, http, channel = fronts["keys"]
     before = stage.router.access.gauges()["denied_calls_total"]
-    call = channel.stream_stream("/pdserve.v1.InferenceService/Generate")(timeout=DEADLINE_S)
+    call: Call = channel.stream_stream("/pdserve.v1.InferenceService/Generate")(timeout=DEADLINE_S)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call.read()
     assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED

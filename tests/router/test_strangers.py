@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import AttemptsExhausted, NoNodes
+from pdserve.core.ids import Incarnation
 from tests.router.client_calls import IDS, ask, failure, submits
 from tests.router.http_calls import COMPLETIONS, body_of, http_stage, post
 from tests.router.scripted_node import DEADLINE_S, Stage, until
@@ -46,7 +47,7 @@ async def test_why_nothing_is_served_names_nodes_to_operators_only(tmp_path: Pat
 async def test_a_request_that_waited_in_vain_is_told_the_same(tmp_path: Path, key: str) -> None:
     async with http_stage(tmp_path, api_keys_file=keys_in(tmp_path)) as (stage, _):
         router = stage.router
-        router.membership.doubt(stage.decode[0].incarnation, router._clock.now_s() + DEADLINE_S)
+        router.membership.doubt(Incarnation(stage.decode[0].incarnation), router._clock.now_s() + DEADLINE_S)
         call = ask(stage, key=key)
         await until(lambda: router.sessions.gauges()["waiting"] == 1)
         await stage.decode[0].stop()
