@@ -293,8 +293,12 @@ async def start_stage(
     """Run a router and its scripted nodes; check at the end that nothing is left. `trust`: the stub's TLS, if it has any."""
     model = write_model_folder(folder / "model")
     digest = digest_of(model)
-    prefill = [await ScriptedNode(Role.PREFILL, digest, tls=node_tls).start() for _ in range(num_prefill)]
-    decode = [await ScriptedNode(Role.DECODE, digest, tls=node_tls).start() for _ in range(num_decode)]
+    secret = ClusterSecret(given["cluster_secret"].encode()) if "cluster_secret" in given else None
+
+    async def nodes(role: Role, number: int) -> list[ScriptedNode]:
+        return [await ScriptedNode(role, digest, tls=node_tls, secret=secret).start() for _ in range(number)]
+
+    prefill, decode = await nodes(Role.PREFILL, num_prefill), await nodes(Role.DECODE, num_decode)
     settings = load_settings(
         RouterSettings,
         {
