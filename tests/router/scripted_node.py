@@ -288,12 +288,16 @@ async def start_stage(
     num_decode: int = 1,
     node_tls: TlsFiles | None = None,
     trust: TlsMaterial | None = None,
+    nodes_know: bool = True,
     **given: Any,
 ) -> AsyncIterator[Stage]:
-    """Run a router and its scripted nodes; check at the end that nothing is left. `trust`: the stub's TLS, if it has any."""
+    """Run a router and its scripted nodes; check at the end that nothing is left.
+
+    `trust`: the stub's TLS, if it has any. `nodes_know`: whether nodes have the router's cluster secret.
+    """
     model = write_model_folder(folder / "model")
     digest = digest_of(model)
-    secret = ClusterSecret(given["cluster_secret"].encode()) if "cluster_secret" in given else None
+    secret = ClusterSecret(given["cluster_secret"].encode()) if nodes_know and "cluster_secret" in given else None
 
     async def nodes(role: Role, number: int) -> list[ScriptedNode]:
         return [await ScriptedNode(role, digest, tls=node_tls, secret=secret).start() for _ in range(number)]

@@ -159,7 +159,7 @@ async def reasons(stage: Stage, number: int) -> set[tuple[str, str]]:
 
 
 async def test_a_router_with_a_secret_does_not_take_nodes_without_one(tmp_path: Path) -> None:
-    async with start_stage(tmp_path, cluster_secret=SECRET) as stage:
+    async with start_stage(tmp_path, nodes_know=False, cluster_secret=SECRET) as stage:
         found = await reasons(stage, 2)
         assert found == {("refused", "it has no cluster secret, or another process listens at this address")}
 
@@ -174,7 +174,7 @@ async def test_a_router_without_a_secret_is_told_that_the_node_asks_for_one(tmp_
 
 
 async def test_a_router_of_another_secret_says_so_and_gets_in_once_it_has_the_right_one(tmp_path: Path) -> None:
-    async with start_stage(tmp_path, cluster_secret=SECRET) as stage:
+    async with start_stage(tmp_path, nodes_know=False, cluster_secret=SECRET) as stage:
         trust(stage, NEW)
         for node in (*stage.prefill, *stage.decode):
             await until(lambda node=node: "does not prove the cluster secret" in stage.node_state(node)[1])
