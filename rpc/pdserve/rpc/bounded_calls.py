@@ -31,21 +31,18 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
 
     def __init__(self, unread_s: float = UNREAD_S) -> None:
         self._unread_s = unread_s
-        self._bounded: dict[str, Handler] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """Return the method's handler, bounded. Methods that nobody serves have none, and are gRPC's to refuse."""
+        """Return the handler of this call, bounded. Methods that nobody serves have none, and are gRPC's to refuse.
+
+        Never one of an earlier call: interceptors that come after this one let one caller in and refuse another.
+        """
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        name = handler_call_details.method
-        if name not in self._bounded:
-            self._bounded[name] = self._bound(handler)
-        return self._bounded[name]
+        return None if handler is None else self._bound(handler)
 
     def _bound(self, handler: Handler) -> Handler:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
