@@ -198,9 +198,9 @@ class KeyAsked(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[bytes, bytes]]"],
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Return the handler for this caller."""
         if ("key", "good") in tuple(handler_call_details.invocation_metadata or ()):
             return await continuation(handler_call_details)
