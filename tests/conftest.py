@@ -11,6 +11,8 @@ from typing import ParamSpec
 import pytest
 
 os.environ.setdefault("PDSERVE_HTTP_PORT", "0")
+# Files of keys and secrets that a group may change are refused; a test that wants one says so.
+os.umask(0o022)
 # Clusters of other users of this account are not found, nor do they find those of the tests.
 _RUNTIME = tempfile.TemporaryDirectory(prefix="pdserve-tests-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name

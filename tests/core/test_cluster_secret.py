@@ -1,6 +1,8 @@
+import hashlib
+
 import pytest
 
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.core.errors import ConfigError
 
 
@@ -23,3 +25,10 @@ def test_what_cannot_be_a_secret_is_refused_and_the_old_one_stays(values: tuple[
 
 def test_it_is_never_shown() -> None:
     assert "hidden" not in repr(ClusterSecret(b"hidden"))
+
+
+def test_a_key_is_made_for_one_use_by_scrypt() -> None:
+    """Proofs are shown to strangers: what makes a guess at a short secret dear may not go by accident."""
+    key = stretched(b"sesame", b"a use")
+    assert key == hashlib.scrypt(b"sesame", salt=b"a use", n=1 << 14, r=8, p=1, dklen=32)
+    assert len({key, stretched(b"sesame", b"another"), stretched(b"other", b"a use")}) == 3

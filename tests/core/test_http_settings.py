@@ -1,5 +1,6 @@
 """Settings of the router's HTTP port: what they may be, and that keys are never shown."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,18 @@ def test_faults_are_named_and_keys_are_not(given: dict[str, str], words: str) ->
 
 def test_a_keys_file_is_read_with_the_settings(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("ann use short-key\n")
+    for each in (path, tmp_path / "open"):
+        each.write_text("ann use short-key\n")
+        each.chmod(0o600 if each == path else 0o602)
+    os.mkfifo(tmp_path / "pipe")
     assert len(load(api_keys_file=str(path)).keys_in(path.read_bytes())) == 1
     for given, words in (
         ({"host": "10.0.0.1", "cluster_secret": "s" * 16}, "line 1: the key must have at least 16 characters"),
         ({"api_key": "short-key"}, "line 1: this key is given as api_key too"),
         ({"api_keys_file": str(tmp_path / "none")}, "--api-keys-file: cannot be read (no such file or directory)"),
-        ({"api_keys_file": str(tmp_path)}, "--api-keys-file: cannot be read (is a directory)"),
+        ({"api_keys_file": str(tmp_path)}, "--api-keys-file: is no regular file"),
+        ({"api_keys_file": str(tmp_path / "pipe")}, "--api-keys-file: is no regular file"),
+        ({"api_keys_file": str(tmp_path / "open")}, "--api-keys-file: can be changed by other users; chmod 600 it"),
     ):
         with pytest.raises(ConfigError) as error:
             load(**({"api_keys_file": str(path)} | given))

@@ -1,11 +1,24 @@
 """Who may open a KV connection: the proofs alone, without sockets."""
 
+import hmac
+
 import pytest
 
 from pdserve.core.clock import ManualClock
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.core.ids import Incarnation, new_incarnation
-from pdserve.kvtransfer.admission import GOOD_S, KEY_BYTES, MAX_USES, RENEW_S, Admission, Credentials, credentials
+from pdserve.kvtransfer.admission import (
+    GOOD_S,
+    KEY_BYTES,
+    LABEL,
+    MAX_USES,
+    RENEW_S,
+    Admission,
+    Credentials,
+    credentials,
+)
+from pdserve.kvtransfer.codec import NONCE_BYTES
+from pdserve.kvtransfer.handshake import HELLO_LABEL, PROOF_USE, proof
 
 MINE, THEIRS = new_incarnation(), new_incarnation()
 SECRET = ClusterSecret(b"a cluster secret")
@@ -93,6 +106,18 @@ def test_what_is_kept_of_used_proofs_is_bounded_and_goes_with_the_key() -> None:
 def test_while_the_secret_is_changed_both_values_are_good(mine: tuple[bytes, ...], theirs: tuple[bytes, ...]) -> None:
     admission, _ = made(ClusterSecret(*theirs))
     assert shows(admission, credentials(admission.key(), ClusterSecret(*mine), MINE, THEIRS))
+
+
+def test_a_guess_at_the_secret_costs_scrypt() -> None:
+    """An impostor at a decode node's address is shown credentials, and a HELLO with a proof over his own challenge."""
+    key, challenge = bytes(KEY_BYTES), bytes(NONCE_BYTES)
+    shown = credentials(key, SECRET, MINE, THEIRS)
+    made = stretched(SECRET.proving, PROOF_USE)
+    for guess, is_right in ((SECRET.proving, False), (made, True)):
+        password = hmac.digest(key + guess, LABEL + shown.username + THEIRS, "sha256")
+        hello = hmac.digest(guess, HELLO_LABEL + challenge + MINE + THEIRS, "sha256")
+        assert (password == shown.password) is is_right
+        assert (hello == proof(SECRET.proving, HELLO_LABEL, challenge, MINE, THEIRS)) is is_right
 
 
 def test_credentials_say_nothing_of_the_secret() -> None:

@@ -48,6 +48,17 @@ def test_a_router_may_give_a_node_a_new_address_where_nobody_contradicts() -> No
     assert peers.num_conflicts == 0
 
 
+def test_an_admission_key_that_one_router_does_not_know_yet_is_taken_from_another() -> None:
+    """A router that attached to a decode node anew took the node from all prefill nodes until its first status."""
+    with_key, without = Peer(DECODE, TRUE, b"key"), Peer(DECODE, TRUE)
+    peers = NamedPeers()
+    assert peers.name(FIRST, (without,)) == (without,)
+    assert peers.name(SECOND, (with_key,)) == (with_key,)
+    assert peers.name(FIRST, (without,)) == (with_key,)
+    assert peers.name(THIRD, (Peer(DECODE, FALSE, b"another"),)) == (with_key,)
+    assert peers.name(SECOND, ()) == (without,)
+
+
 def test_a_list_that_names_a_node_twice_is_no_way_around() -> None:
     peers = NamedPeers()
     assert peers.name(FIRST, (Peer(DECODE, TRUE), Peer(DECODE, FALSE))) == (Peer(DECODE, TRUE),)

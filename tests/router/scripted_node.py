@@ -253,6 +253,11 @@ class Stage:
         member = next(member for member in self.router.membership.members if member.address == node.address)
         return str(member.state), member.reason
 
+    def trust(self, *values: bytes) -> None:
+        """Give every scripted node a secret."""
+        for node in (*self.prefill, *self.decode):
+            node.secret = ClusterSecret(*values)
+
     def gauges(self) -> dict[str, float]:
         return {**self.router.sessions.gauges(), **self.router.membership.gauges()}
 

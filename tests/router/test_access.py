@@ -55,6 +55,8 @@ async def front(
 ) -> AsyncIterator[tuple[Stage, httpx.AsyncClient, grpc.aio.Channel]]:
     """A router between ready nodes, with a client of either front that has no key."""
     async with start_stage(folder, host=host, http_port="0", **given) as stage:
+        if "cluster_secret" in given:
+            stage.trust(given["cluster_secret"].encode())
         await stage.until("ready", 2)
         assert stage.router.http is not None
         address = f"http://{host}:{stage.router.http.port}"

@@ -110,17 +110,11 @@ def assert_got_hellos_only(stranger: Recorder) -> None:
     assert SECRET.encode() not in stranger.everything
 
 
-def trust(stage: Stage, *values: bytes) -> None:
-    """Give every scripted node a secret."""
-    for node in (*stage.prefill, *stage.decode):
-        node.secret = ClusterSecret(*values)
-
-
 @pytest.mark.parametrize("script", IMPOSTORS, ids=lambda script: getattr(script, "__name__", type(script).__name__))
 async def test_an_impostor_gets_hellos_and_requests_go_to_honest_nodes(script: Script, tmp_path: Path) -> None:
     async with recording(script) as stranger:
         async with start_stage(tmp_path, prefill=stranger.address, cluster_secret=SECRET) as stage:
-            trust(stage, SECRET.encode())
+            stage.trust(SECRET.encode())
             await until(lambda: len(stranger.messages) >= NUM_DIALS)
             [member] = [each for each in stage.router.membership.members if each.address == stranger.address]
             await until(lambda: str(member.state) in ("down", "refused"))
@@ -134,7 +128,7 @@ async def test_no_prompt_goes_to_an_impostor_beside_an_honest_node(tmp_path: Pat
         pool = f"{stranger.address},{honest.address}"
         async with start_stage(tmp_path, prefill=pool, cluster_secret=SECRET) as stage:
             honest.tokenizer_digest = digest_of(tmp_path / "model")
-            trust(stage, SECRET.encode())
+            stage.trust(SECRET.encode())
             stage.prefill[0], unused = honest, stage.prefill[0]
             await stage.until("ready", 2)
             await until(lambda: len(stranger.messages) >= NUM_DIALS)
@@ -167,7 +161,7 @@ async def test_a_router_with_a_secret_does_not_take_nodes_without_one(tmp_path: 
 async def test_a_router_without_a_secret_is_told_that_the_node_asks_for_one(tmp_path: Path) -> None:
     async with start_stage(tmp_path) as stage:
         await stage.until("ready", 2)
-        trust(stage, SECRET.encode())
+        stage.trust(SECRET.encode())
         stage.decode[0].hang_up()
         await until(lambda: "cluster secret" in stage.node_state(stage.decode[0])[1])
         assert stage.node_state(stage.decode[0])[0] == "down"
@@ -175,7 +169,7 @@ async def test_a_router_without_a_secret_is_told_that_the_node_asks_for_one(tmp_
 
 async def test_a_router_of_another_secret_says_so_and_gets_in_once_it_has_the_right_one(tmp_path: Path) -> None:
     async with start_stage(tmp_path, nodes_know=False, cluster_secret=SECRET) as stage:
-        trust(stage, NEW)
+        stage.trust(NEW)
         for node in (*stage.prefill, *stage.decode):
             await until(lambda node=node: "does not prove the cluster secret" in stage.node_state(node)[1])
             assert stage.node_state(node)[0] == "refused"
@@ -195,7 +189,7 @@ STEPS: list[tuple[bytes, ...]] = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
 @pytest.mark.parametrize("router_first", [True, False], ids=["router first", "nodes first"])
 async def test_a_secret_is_changed_step_by_step_and_every_stream_is_taken(router_first: bool, tmp_path: Path) -> None:
     async with start_stage(tmp_path, cluster_secret=OLD.decode()) as stage:
-        trust(stage, OLD)
+        stage.trust(OLD)
         await stage.until("ready", 2)
 
         async def all_attach_anew() -> None:
@@ -208,7 +202,7 @@ async def test_a_secret_is_changed_step_by_step_and_every_stream_is_taken(router
         for values in STEPS[1:]:
             changes: list[Callable[[], Any]] = [
                 lambda values=values: secret_of(stage.router).replace(*values),  # type: ignore[misc] # bound now
-                lambda values=values: trust(stage, *values),  # type: ignore[misc] # bound now
+                lambda values=values: stage.trust(*values),  # type: ignore[misc] # bound now
             ]
             for change in changes if router_first else reversed(changes):
                 change()

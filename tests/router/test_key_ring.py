@@ -1,5 +1,6 @@
 """The file of keys: what it says now is what counts, and what is wrong with it never costs a caller."""
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from pdserve.router import key_ring
 from pdserve.router.key_ring import KeyRing
 from tests.router.client_calls import IDS, ask, failure, submits
 from tests.router.http_calls import COMPLETIONS, adopted, body_of, http_stage, play, post
-from tests.router.scripted_node import until
+from tests.router.scripted_node import DEADLINE_S, until
 
 FIRST, SECOND, THIRD = "key-of-ann-number-1", "key-of-ann-number-2", "key-of-bob-number-1"
 ANN = Caller(Owner("ann"), Scope.USE)
@@ -85,6 +86,34 @@ def test_a_file_that_turned_wrong_before_the_start_is_a_fault_of_the_settings(ke
     keys.unlink()
     with pytest.raises(ConfigError, match="no such file"):
         KeyRing(settings)
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_is_just_being_written_is_not_taken(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The beginning of a file is a good file: whose key stood further down was refused for a second."""
+    caplog.set_level(logging.INFO)
+    ring, is_over = ring_of(keys), asyncio.Event()
+    whole = f"ann use {FIRST}\nann use {SECOND}\n".encode()
+    looks = iter((whole[: -len(SECOND)], whole, whole[:-1], whole, whole))
+
+    def look(_: Path) -> bytes:
+        raw = next(looks, None)
+        if raw is None:
+            loop.call_soon_threadsafe(is_over.set)
+        return whole if raw is None else raw
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(key_ring, "POLL_S", 0)
+    monkeypatch.setattr(key_ring, "read_keys_file", look)
+    watching = asyncio.create_task(ring.watch())
+    async with asyncio.timeout(DEADLINE_S):
+        await is_over.wait()
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert caplog.messages == ["the file of API keys changed: 2 keys of 1 owners are good"]
+    assert ring.find(FIRST) == ring.find(SECOND) == ANN
 
 
 @pytest.mark.asyncio

@@ -1,7 +1,7 @@
 """Clients that read nothing, on the wire: their calls end at the transport, and nobody else's do."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -88,9 +88,11 @@ class Talker:
 
 
 @asynccontextmanager
-async def served(unread_s: float = 0.2) -> AsyncIterator[tuple[GrpcServer, Talker]]:
+async def served(
+    unread_s: float = 0.2, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> AsyncIterator[tuple[GrpcServer, Talker]]:
     talker = Talker()
-    server = GrpcServer("127.0.0.1", 0, unread_s=unread_s)
+    server = GrpcServer("127.0.0.1", 0, unread_s=unread_s, interceptors=interceptors)
     server.add(SERVICE, talker.register)
     await server.start()
     try:
@@ -189,6 +191,37 @@ async def test_who_comes_back_in_time_has_lost_nothing() -> None:
         wire.grant(number, 1 << 20)
         await wire.until(lambda: stream.ended_with(0))
         assert stream.data[5:] == LARGE
+
+
+class KeyAsked(grpc.aio.ServerInterceptor):
+    """Gives callers without a key another handler."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Return the handler for this caller."""
+        if ("key", "good") in tuple(handler_call_details.invocation_metadata or ()):
+            return await continuation(handler_call_details)
+
+        async def refuse(requests: object, context: Context) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_an_interceptor_says_to_one_caller_holds_for_no_other(first: bool) -> None:
+    """Handlers were kept by method: whoever called it first decided whether everybody after was let in."""
+    async with (
+        served(interceptors=[KeyAsked()]) as (server, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/Echo")
+        for is_good in (first, not first, first):
+            call = ask(b"hello", metadata=(("key", "good" if is_good else "bad"),), timeout=DEADLINE_S)
+            assert await call.code() is (grpc.StatusCode.OK if is_good else grpc.StatusCode.UNAUTHENTICATED)
 
 
 async def test_an_error_of_any_handler_is_told_with_its_details() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NewType
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.guarded_file import read_guarded
 
 Owner = NewType("Owner", str)
 """Who a key belongs to: a short name that stands in logs. Never a secret."""
@@ -132,12 +133,11 @@ def parse_keys(raw: bytes, *, shortest: int, taken: ApiKeys | None = None) -> Ap
 
 
 def read_keys_file(path: Path) -> bytes:
-    """Return the bytes of a file of keys, or as many as show that it is too long. Raises ConfigError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError([f"cannot be read ({(error.strerror or str(error)).lower()})"]) from None
+    """Return the bytes of a file of keys, or as many as show that it is too long.
+
+    Raises ConfigError if it cannot be read, or if other users can change it: one of them could make himself an operator.
+    """
+    return read_guarded(path, MAX_FILE_BYTES)[0]
 
 
 def best_key_in(raw: bytes) -> str | None:

@@ -1,8 +1,12 @@
 """The secret that all processes of a cluster share: one value, or two while it is being changed."""
 
+import hashlib
+from functools import lru_cache
+
 from pdserve.core.errors import ConfigError
 
 MAX_VALUES = 2
+_COST = {"n": 1 << 14, "r": 8, "p": 1}
 
 
 class ClusterSecret:
@@ -33,6 +37,15 @@ class ClusterSecret:
     def replace(self, *values: bytes) -> None:
         """Take other values from now on. Raises ConfigError, and keeps the old ones, if they cannot be used."""
         self._values = _checked(values)
+
+
+@lru_cache(maxsize=16)
+def stretched(value: bytes, use: bytes) -> bytes:
+    """Return a key, 32 bytes, made by scrypt from one value of a secret for one use: about 50 ms and 16 MiB, once for each.
+
+    What is proven with it can be shown to strangers: each guess at a short secret costs them as much.
+    """
+    return hashlib.scrypt(value, salt=use, dklen=32, **_COST)
 
 
 def _checked(values: tuple[bytes, ...]) -> tuple[bytes, ...]:

@@ -1,13 +1,12 @@
 """The file of the cluster secret: one value, or two while it is being changed, and what becomes of it when it changes."""
 
 import logging
-import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.core.cluster_secret import MAX_VALUES, ClusterSecret
 from pdserve.core.errors import ConfigError
+from pdserve.core.guarded_file import read_guarded
 
 MAX_FILE_BYTES = 64 << 10
 SHORTEST_SECRET = 16
@@ -32,8 +31,6 @@ def read_secret_file(path: Path, fewest_chars: int = 1) -> SecretContent:
     read is only warned of: a secret that Kubernetes mounts has mode 0644, and no other users.
     """
     raw, mode = _content(path)
-    if mode & 0o022:
-        raise ConfigError([f"{path} can be changed by other users; chmod 600 it"])
     lines = [line.strip() for line in raw.removeprefix(BYTE_ORDER_MARK).split(b"\n")]
     values = tuple(dict.fromkeys(line for line in lines if line and not line.startswith(b"#")))
     if not values:
@@ -47,22 +44,13 @@ def read_secret_file(path: Path, fewest_chars: int = 1) -> SecretContent:
 
 
 def _content(path: Path) -> tuple[bytes, int]:
-    """Return the file's bytes and mode; a pipe or a device is not waited for."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError([f"{path} is no regular file"])
-            with os.fdopen(descriptor, "rb", closefd=False) as file:
-                raw = file.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise ConfigError([f"{path} cannot be read ({(error.strerror or str(error)).lower()})"]) from None
+        raw, mode = read_guarded(path, MAX_FILE_BYTES)
+    except ConfigError as error:
+        raise ConfigError([f"{path} {error.faults[0]}"]) from None
     if len(raw) > MAX_FILE_BYTES:
         raise ConfigError([f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB"])
-    return raw, stat.S_IMODE(status.st_mode)
+    return raw, mode
 
 
 class SecretWatch:

@@ -17,8 +17,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.core.ids import ID_BYTES, Incarnation
+from pdserve.kvtransfer.handshake import PROOF_USE
 
 KEY_BYTES = 16
 RENEW_S = 20.0
@@ -41,7 +42,9 @@ class Credentials:
 def credentials(key: bytes, secret: ClusterSecret | None, sender: Incarnation, receiver: Incarnation) -> Credentials:
     """Return fresh credentials for one connection from `sender` to `receiver`, who made `key`."""
     username = sender + secrets.token_bytes(_NONCE_BYTES)
-    return Credentials(username, _proof(b"" if secret is None else secret.proving, key, username, receiver))
+    return Credentials(
+        username, _proof(b"" if secret is None else stretched(secret.proving, PROOF_USE), key, username, receiver)
+    )
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class Admission:
         """Whether these credentials are good; they are not, a second time."""
         if len(username) != ID_BYTES + _NONCE_BYTES:
             return False
-        values = (b"",) if self._secret is None else self._secret.accepted
+        values = [b""] if self._secret is None else [stretched(each, PROOF_USE) for each in self._secret.accepted]
         with self._lock:
             self._forget_old(self._clock.now_s())
             for key in self._keys:
@@ -89,6 +92,6 @@ class Admission:
             self._keys.popleft()
 
 
-def _proof(secret: bytes, key: bytes, username: bytes, receiver: Incarnation) -> bytes:
-    # All but the secret have fixed lengths, so no two inputs run together into the same bytes.
-    return hmac.new(key + secret, LABEL + username + receiver, hashlib.sha256).digest()
+def _proof(of_secret: bytes, key: bytes, username: bytes, receiver: Incarnation) -> bytes:
+    # All parts have fixed lengths, so no two inputs run together into the same bytes.
+    return hmac.new(key + of_secret, LABEL + username + receiver, hashlib.sha256).digest()

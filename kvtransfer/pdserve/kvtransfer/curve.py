@@ -4,16 +4,14 @@ CurveZMQ makes fresh keys for every connection from the listener's lasting key: 
 what was recorded before. Who may connect is still settled by HELLO's proof; the dialling end's key is fresh and says nothing.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils import z85
 
-LABEL = b"pdserve kv curve 1"
-_KEY_BYTES = 32
-_COST = {"n": 1 << 14, "r": 8, "p": 1}
-"""About 50 ms and 16 MiB, once at start: a short secret is not guessed cheaply from a recorded greeting."""
+from pdserve.core.cluster_secret import stretched
+
+_USE = b"pdserve kv curve 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +24,7 @@ class CurveKeys:
 
 def listener_keys(cluster_secret: bytes) -> CurveKeys:
     """Return the key pair of every listener of a cluster: the same from the same secret."""
-    raw = hashlib.scrypt(cluster_secret, salt=LABEL, dklen=_KEY_BYTES, **_COST)
-    secret = z85.encode(raw)
+    secret = z85.encode(stretched(cluster_secret, _USE))
     return CurveKeys(zmq.curve_public(secret), secret)
 
 

@@ -3,13 +3,15 @@
 import hashlib
 import hmac
 
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.core.ids import Incarnation
 from pdserve.core.layout import KvLayout
 from pdserve.kvtransfer.messages import Offer
 
 HELLO_LABEL = b"pdserve kv hello 1"
 WELCOME_LABEL = b"pdserve kv welcome 1"
+PROOF_USE = b"pdserve kv proof 1"
+"""What the secret's key for proofs over KV connections is made for."""
 
 
 def differences(mine: Offer, theirs: Offer) -> tuple[str, ...]:
@@ -21,8 +23,8 @@ def differences(mine: Offer, theirs: Offer) -> tuple[str, ...]:
 
 
 def proof(secret: bytes, label: bytes, challenge: bytes, sender: Incarnation, receiver: Incarnation) -> bytes:
-    """Return HMAC-SHA256 over the label, the challenge and both incarnations, 32 bytes."""
-    return hmac.new(secret, label + challenge + sender + receiver, hashlib.sha256).digest()
+    """Return HMAC-SHA256 over the label, the challenge and both incarnations, 32 bytes, by a key made from one value."""
+    return hmac.new(stretched(secret, PROOF_USE), label + challenge + sender + receiver, hashlib.sha256).digest()
 
 
 def proven_with(

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import MAX_BATCH, Arrived, Channel, ChannelEvent, Connected, Lost, Route
 from pdserve.kvtransfer.codec import MAX_FRAME_BYTES
+from pdserve.kvtransfer.handshake import PROOF_USE
 from pdserve.kvtransfer.lent_slots import LentSlots, is_slot_list, slot_list
 from pdserve.kvtransfer.nixl_engine import NixlAgent, NixlFault, RegisteredMemory
 from pdserve.kvtransfer.nixl_reads import Broken, NixlReads, Outcome, Seen, Taken
@@ -343,8 +344,8 @@ class NixlChannel:
     def _proofs(self, challenge: bytes, address: int, metadata: bytes) -> list[bytes]:
         """Return every proof that is good now; the first one is what this end says."""
         told = LABEL + challenge + address.to_bytes(8, "little") + metadata
-        values = (b"",) if self._secret is None else self._secret.accepted
-        return [hmac.new(value, told, hashlib.sha256).digest() for value in values]
+        keys = [b""] if self._secret is None else [stretched(each, PROOF_USE) for each in self._secret.accepted]
+        return [hmac.new(key, told, hashlib.sha256).digest() for key in keys]
 
     def _judge(self, route: Route, offered: _Offered, kind: bytes, body: bytes) -> None:
         if kind == SEEN and hmac.compare_digest(body, offered.nonce):

@@ -49,7 +49,11 @@ class NamedPeers:
     def _chosen(self, incarnation: Incarnation, offers: list[Peer]) -> Peer:
         held = self._held.get(incarnation)
         same = [peer for peer in offers if held is not None and peer.kv_address == held.kv_address]
-        return (same or offers)[0]
+        address = (same or offers)[0].kv_address
+        # A router that has just attached to the node knows no admission key yet; without one the node would count as not there.
+        return max(
+            (peer for peer in offers if peer.kv_address == address), key=lambda peer: bool(peer.kv_admission_key)
+        )
 
     def _look_for_conflicts(self, router: Incarnation, named: Mapping[Incarnation, list[Peer]]) -> None:
         addresses = {

@@ -42,8 +42,11 @@ class KeyRing:
         return self._given.find(key) or self._filed.find(key) or self._cluster_keys().find(key)
 
     async def watch(self) -> None:
-        """Read the file again and again until cancelled. Returns at once where there is none."""
-        path = self._settings.api_keys_file
+        """Read the file again and again until cancelled. Returns at once where there is none.
+
+        A content counts once two looks in a row find it: of a file that is just being written the beginning would do as well.
+        """
+        path, before = self._settings.api_keys_file, b""
         while path is not None:
             await asyncio.sleep(POLL_S)
             try:
@@ -51,7 +54,9 @@ class KeyRing:
             except ConfigError as error:
                 self._keep(error.faults, _identity(str(error).encode()))
             else:
-                self.renew(raw)
+                is_settled, before = _identity(raw) == before, _identity(raw)
+                if is_settled:
+                    self.renew(raw)
 
     def renew(self, raw: bytes) -> None:
         """Take what the file says now. Bytes that are wrong change nothing, and are told once."""

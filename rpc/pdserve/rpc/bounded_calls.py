@@ -37,8 +37,10 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[Handler | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
-        """Return the method's handler, bounded. Methods that nobody serves have none, and are gRPC's to refuse."""
-        # Bound anew for each call: an interceptor behind this one may answer each caller by another handler.
+        """Return the handler of this call, bounded. Methods that nobody serves have none, and are gRPC's to refuse.
+
+        Never one of an earlier call: interceptors that come after this one let one caller in and refuse another.
+        """
         handler = await continuation(handler_call_details)
         return None if handler is None else self._bound(handler)
 

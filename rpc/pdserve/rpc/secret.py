@@ -12,9 +12,8 @@ What this does not do: who can change bytes on the way passes both proofs on and
 import hashlib
 import hmac
 import secrets
-from functools import lru_cache
 
-from pdserve.core.cluster_secret import ClusterSecret
+from pdserve.core.cluster_secret import ClusterSecret, stretched
 from pdserve.core.errors import Unauthenticated
 
 NONCE_BYTES = 32
@@ -24,9 +23,7 @@ CALL_NODE = b"pdserve call node 1"
 CALL_TICKET = b"pdserve call ticket 1"
 HINT = "give every process the same secret: --cluster-secret-file FILE, or PDSERVE_CLUSTER_SECRET"
 
-_KEY_LABEL = b"pdserve grpc proof 1"
-_COST = {"n": 1 << 14, "r": 8, "p": 1}
-"""About 50 ms and 16 MiB, once per value: whoever dials a node is given a proof, and should not guess a short secret cheaply."""
+_USE = b"pdserve grpc proof 1"
 
 
 def fresh_nonce() -> bytes:
@@ -38,7 +35,7 @@ def proof(value: bytes, label: bytes, *parts: bytes) -> bytes:
     """Return the proof, 32 bytes, that one value of the secret gives for `parts` under `label`."""
     # Every part with its length: no two lists of parts make the same bytes.
     told = b"".join(len(part).to_bytes(4, "big") + part for part in (label, *parts))
-    return hmac.new(_key_of(value), told, hashlib.sha256).digest()
+    return hmac.new(stretched(value, _USE), told, hashlib.sha256).digest()
 
 
 def is_proof(given: bytes, value: bytes, label: bytes, *parts: bytes) -> bool:
@@ -59,8 +56,3 @@ def stream_parts(router_nonce: bytes, node_nonce: bytes, incarnation: bytes, str
 def unproven(why: str) -> Unauthenticated:
     """Return the error for a process that did not prove the secret. It tells nothing but what to do."""
     return Unauthenticated(why, hint=HINT)
-
-
-@lru_cache(maxsize=4)
-def _key_of(value: bytes) -> bytes:
-    return hashlib.scrypt(value, salt=_KEY_LABEL, dklen=32, **_COST)

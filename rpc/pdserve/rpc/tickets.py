@@ -6,7 +6,7 @@ and makes a ticket over the node's nonce: good for one call of one method, once,
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
 from pdserve.core.cluster_secret import ClusterSecret
@@ -25,7 +25,7 @@ Metadata = tuple[tuple[str, bytes], ...]
 @dataclass(frozen=True, slots=True)
 class _Issued:
     caller_nonce: bytes
-    value: bytes
+    value: bytes = field(repr=False)
     peer: str
     due_s: float
 
