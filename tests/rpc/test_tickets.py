@@ -7,7 +7,7 @@ from pdserve.core.cluster_secret import ClusterSecret
 from pdserve.core.errors import Unauthenticated
 from pdserve.rpc.options import channel_options
 from pdserve.rpc.secret import ATTACH_NODE, ATTACH_ROUTER, CALL_TICKET, fresh_nonce, proof, proven_with, stream_parts
-from pdserve.rpc.tickets import HEADER, MAX_ISSUED, TICKET_S, TicketOffice, ticket_metadata
+from pdserve.rpc.tickets import HEADER, MAX_ISSUED, MAX_PEERS, TICKET_S, TicketOffice, ticket_metadata
 from pdserve.v1 import node_pb2, node_pb2_grpc
 from tests.rpc.recorder import recording
 
@@ -96,12 +96,22 @@ def test_a_ticket_of_another_secret_is_refused(office: TicketOffice) -> None:
 def test_nonces_are_bounded_and_the_newest_stay(office: TicketOffice) -> None:
     first = ticket_for(office)
     tickets = [ticket_for(office) for _ in range(MAX_ISSUED)]
-    assert len(office._issued) == MAX_ISSUED
+    assert len(office._issued[PEER]) == MAX_ISSUED
     for ticket in tickets:
         office.check(ticket, "Drain", PEER)
     with pytest.raises(Unauthenticated):
         office.check(first, "Drain", PEER)
     assert not office._issued
+
+
+def test_who_asks_for_many_proofs_takes_no_other_s_ticket(office: TicketOffice) -> None:
+    ticket = ticket_for(office)
+    for number in range(2 * MAX_PEERS):
+        office.issue(node_pb2.ProveRequest(nonce=b"n" * 32), "ipv4:127.0.0.1:9" if number % 2 else PEER + "9")
+    office.check(ticket, "Drain", PEER)
+    for number in range(2 * MAX_PEERS):
+        office.issue(node_pb2.ProveRequest(nonce=b"n" * 32), f"ipv4:127.0.0.1:{number}")
+    assert len(office._issued) == MAX_PEERS
 
 
 def test_no_proof_is_made_without_a_whole_nonce(office: TicketOffice) -> None:

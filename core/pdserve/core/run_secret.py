@@ -127,9 +127,12 @@ def local_secret(addresses: Collection[str]) -> ClusterSecret | None:
 
 
 def secret_at(address: str) -> ClusterSecret | None:
-    """Return the secret of the local cluster that has this very address; None if there is none."""
+    """Return the secret of the local cluster that has this very address; None if there is none.
+
+    Another name of the same host does not do: somebody else may listen at [::1] where this user listens at 127.0.0.1.
+    """
     run = find((address,)).run
-    return run.secret if run is not None and _normal(address) in run.addresses else None
+    return run.secret if run is not None and address in run.addresses else None
 
 
 def _live_runs(path: Path, folder: int) -> Iterator[LocalRun]:

@@ -11,6 +11,8 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
 from typing import TypeVar
 
 MAX_STRANGERS = 64
@@ -31,6 +33,15 @@ class _Connection:
 
     cookie: bytes
     is_accepted: bool
+
+
+class _Fate(Enum):
+    """What a look at a descriptor found."""
+
+    STAYS = auto()
+    CUT = auto()
+    ANOTHER = auto()
+    """The descriptor is another connection's by now."""
 
 
 class Strangers:
@@ -63,12 +74,10 @@ class Strangers:
         for fd, known in list(self._connections.items()):
             is_over = known.is_accepted and num_over > 0
             num_over -= is_over
-            if _told(fd, _cookie) != known.cookie:
+            fate = _told(fd, partial(_judged, known, is_over=is_over))
+            if fate is not _Fate.STAYS:
                 del self._connections[fd]
-            elif is_over or (_told(fd, _received_bytes) or 0) > GREETING_BYTES:
-                del self._connections[fd]
-                self.num_cut += 1
-                _told(fd, _shut)
+                self.num_cut += fate is _Fate.CUT
 
 
 def _told(fd: int, ask: Callable[[socket.socket], T]) -> T | None:
@@ -100,7 +109,12 @@ def _received_bytes(connection: socket.socket) -> int:
     return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]) if len(info) >= _BYTES_RECEIVED + 8 else 0
 
 
-def _shut(connection: socket.socket) -> None:
+def _judged(known: _Connection, connection: socket.socket, *, is_over: bool) -> _Fate:
+    if _cookie(connection) != known.cookie:
+        return _Fate.ANOTHER
+    if not is_over and _received_bytes(connection) <= GREETING_BYTES:
+        return _Fate.STAYS
     # A reset once libzmq closes it: nothing of the connection is left in the kernel either.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.shutdown(socket.SHUT_RDWR)
+    return _Fate.CUT

@@ -16,8 +16,10 @@ from pdserve.v1 import node_pb2, node_pb2_grpc
 HEADER = "x-pdserve-ticket-bin"
 TICKET_S = 10.0
 """Time from the node's nonce to the call."""
-MAX_ISSUED = 64
-"""Nonces that wait for their call; the oldest makes room."""
+MAX_ISSUED = 4
+"""Nonces of one connection that wait for their call; the oldest makes room, so that nobody takes another's."""
+MAX_PEERS = 1024
+"""Connections whose nonces are kept; more than a port takes at once (`rpc.options`)."""
 
 Metadata = tuple[tuple[str, bytes], ...]
 
@@ -26,7 +28,6 @@ Metadata = tuple[tuple[str, bytes], ...]
 class _Issued:
     caller_nonce: bytes
     value: bytes = field(repr=False)
-    peer: str
     due_s: float
 
 
@@ -35,7 +36,8 @@ class TicketOffice:
 
     def __init__(self, secret: ClusterSecret | None, clock: Clock) -> None:
         self._secret, self._clock = secret, clock
-        self._issued: OrderedDict[bytes, _Issued] = OrderedDict()
+        self._issued: OrderedDict[str, OrderedDict[bytes, _Issued]] = OrderedDict()
+        """By connection, those that asked last at the end."""
 
     def issue(self, request: node_pb2.ProveRequest, peer: str) -> node_pb2.ProveResponse:
         """Prove the secret, and give a nonce for one ticket. Empty without a secret. Raises Unauthenticated for no nonce."""
@@ -44,8 +46,12 @@ class TicketOffice:
         if len(request.nonce) != NONCE_BYTES:
             raise unproven(f"a proof is made over a nonce of {NONCE_BYTES} bytes")
         nonce, value = fresh_nonce(), self._secret.proving
-        self._issued[nonce] = _Issued(request.nonce, value, peer, self._clock.now_s() + TICKET_S)
-        if len(self._issued) > MAX_ISSUED:
+        waiting = self._issued.setdefault(peer, OrderedDict())
+        self._issued.move_to_end(peer)
+        waiting[nonce] = _Issued(request.nonce, value, self._clock.now_s() + TICKET_S)
+        if len(waiting) > MAX_ISSUED:
+            waiting.popitem(last=False)
+        if len(self._issued) > MAX_PEERS:
             self._issued.popitem(last=False)
         return node_pb2.ProveResponse(nonce=nonce, proof=proof(value, CALL_NODE, request.nonce, nonce))
 
@@ -56,8 +62,11 @@ class TicketOffice:
         given = dict(metadata or ()).get(HEADER, b"")
         raw = given if isinstance(given, bytes) else given.encode("latin-1")
         nonce, ticket = raw[:NONCE_BYTES], raw[NONCE_BYTES:]
-        issued = self._issued.pop(nonce, None)
-        if issued is None or self._clock.now_s() > issued.due_s or issued.peer != peer:
+        waiting = self._issued.get(peer, OrderedDict())
+        issued = waiting.pop(nonce, None)
+        if not waiting:
+            self._issued.pop(peer, None)
+        if issued is None or self._clock.now_s() > issued.due_s:
             raise unproven(f"{method} asks for a proof of the cluster secret, fresh and made on this connection")
         if not is_proof(ticket, issued.value, CALL_TICKET, issued.caller_nonce, nonce, method.encode()):
             raise unproven("the cluster secret differs")
