@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, NotServed, PdserveError
 from pdserve.core.setting_faults import MAX_GUESSED_CHARS, did_you_mean
-from pdserve.router.http.body import parsed_object
+from pdserve.router.http.body import MAX_CONTAINERS, MAX_UNDER_WAY, BodyRoom, parsed_object
 from pdserve.router.http.chat_request import ChatFields, parse_chat
 from pdserve.router.http.completion_request import DEFAULT_MAX_TOKENS, MAX_PROMPTS, CompletionFields, parse_completion
 from pdserve.router.http.errors import HttpFault, param_of
@@ -405,3 +405,30 @@ def test_every_field_is_documented() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
     served = {*CompletionFields.model_fields, *ChatFields.model_fields} - REFUSED
     assert [name for name in sorted(served | HARMLESS) if f"`{name}`" not in page.replace(".include_usage`", "`")] == []
+
+
+def test_a_body_of_very_many_lists_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.5 MB of `[1],[1],…`, a dozen times at once, held the router's loop until it lost its nodes."""
+    monkeypatch.setattr(json, "loads", None)
+    for piece in ("[1]", "{}", '["}"]'):
+        raw = f'{{"prompt": [{",".join([piece] * MAX_CONTAINERS)}]}}'.encode()
+        with pytest.raises(HttpFault, match="lists and objects"):
+            parsed_object(raw)
+
+
+def test_brackets_inside_texts_are_no_lists() -> None:
+    text = '{[\\"[{' * MAX_CONTAINERS
+    assert parsed_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert parsed_object(json.dumps({"prompt": [[1]] * 1000}).encode()) == {"prompt": [[1]] * 1000}
+
+
+def test_bodies_on_their_way_share_a_room_that_comes_back() -> None:
+    room = BodyRoom(100)
+    with room.taken() as first, room.taken() as second:
+        first(100 * (MAX_UNDER_WAY - 1))
+        second(100)
+        with pytest.raises(HttpFault, match="come back later") as fault:
+            second(1)
+        assert fault.value.status == 503
+    with room.taken() as take:
+        take(100 * MAX_UNDER_WAY)

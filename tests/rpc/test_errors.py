@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.errors import GRPC_CODES, ConfigError, PdserveError
 from pdserve.rpc.errors import abort_with, code_of, error_from_rpc
-from pdserve.rpc.options import channel_options, server_options
+from pdserve.rpc.options import ServerBounds, channel_options, server_options
 
 KINDS = [kind for kind in GRPC_CODES if kind is not ConfigError]
 
@@ -31,7 +31,7 @@ async def test_round_trip(kind: type[PdserveError]) -> None:
         await abort_with(context, sent)
         yield b""
 
-    server = grpc.aio.server(options=server_options())
+    server = grpc.aio.server(options=server_options(ServerBounds()))
     handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(refuse)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Refuser", {"Refuse": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")

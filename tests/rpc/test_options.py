@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.rpc.options import KEEPALIVE_MS, channel_options, server_options
+from pdserve.rpc.options import KEEPALIVE_MS, ServerBounds, channel_options, server_options
 
-NAMES = sorted({name for name, _ in channel_options() + server_options()})
+NAMES = sorted({name for name, _ in channel_options() + server_options(ServerBounds())})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -22,7 +22,7 @@ def test_grpc_knows_the_option(name: str) -> None:
 
 def test_a_server_accepts_the_pings_of_our_clients() -> None:
     """Else it answers GOAWAY `too_many_pings`."""
-    server, client = dict(server_options()), dict(channel_options())
+    server, client = dict(server_options(ServerBounds())), dict(channel_options())
     assert int(server["grpc.http2.min_ping_interval_without_data_ms"]) <= int(client["grpc.keepalive_time_ms"])
     assert client["grpc.keepalive_time_ms"] == KEEPALIVE_MS
     assert server["grpc.so_reuseport"] == 0

@@ -28,12 +28,16 @@ from pdserve.router.text_calls import TextCalls
 from pdserve.router.tokenizer import ChatSettings, load_text_model
 from pdserve.rpc.admin_port import admin_port
 from pdserve.rpc.http_listener import HttpListener, connection_limit
+from pdserve.rpc.options import ServerBounds
 from pdserve.rpc.secret_watch import watched
 from pdserve.rpc.server import GrpcServer, announce
 from pdserve.rpc.stops import StopSignals
 from pdserve.rpc.tls import tls_source
 
 TOKENIZER_THREADS = 2
+MAX_STREAMS = 256
+"""Calls at once on one client's connection."""
+IDLE_S = 300.0
 LAST_GRACE_S = 1.0
 """Time that answered calls get to leave the wire when the process stops."""
 
@@ -76,10 +80,9 @@ class Router:
         self.server = GrpcServer(
             settings.host,
             settings.port,
-            max_message_bytes=2 * settings.max_message_bytes,
+            bounds=ServerBounds(2 * settings.max_message_bytes, connection_limit(), MAX_STREAMS, IDLE_S),
             unread_s=settings.max_unread_s,
             tls=self._tls,
-            max_connections=connection_limit(),
             interceptors=[GrpcGuard(self.access)],
         )
 

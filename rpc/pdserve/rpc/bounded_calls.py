@@ -27,10 +27,13 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class BoundedCalls(grpc.aio.ServerInterceptor):
-    """Ends calls whose clients keep the server waiting: by status where that arrives, else at the transport."""
+    """Ends calls whose clients keep the server waiting: by status where that arrives, else at the transport.
 
-    def __init__(self, unread_s: float = UNREAD_S) -> None:
-        self._unread_s = unread_s
+    On streams of methods that begin with `hurried`, each request has to follow in the time that a single one has.
+    """
+
+    def __init__(self, unread_s: float = UNREAD_S, hurried: str = "") -> None:
+        self._unread_s, self._hurried = unread_s, hurried
 
     async def intercept_service(
         self,
@@ -42,14 +45,16 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         Never one of an earlier call: interceptors that come after this one let one caller in and refuse another.
         """
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._bound(handler)
+        is_hurried = bool(self._hurried) and handler_call_details.method.startswith(self._hurried)
+        return None if handler is None else self._bound(handler, is_hurried)
 
-    def _bound(self, handler: Handler) -> Handler:
+    def _bound(self, handler: Handler, is_hurried: bool) -> Handler:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
             call = BoundedContext(context, self._unread_s)
             given = cast("Context", call)
             try:
-                await _answer(handler, requests if handler.request_streaming else await call.only(requests), given)
+                several = call.each(requests) if is_hurried else requests
+                await _answer(handler, several if handler.request_streaming else await call.only(requests), given)
             except PdserveError as error:
                 await abort_with(given, error)
             finally:
@@ -83,6 +88,19 @@ class BoundedContext:
         except StopAsyncIteration:  # the client left, or has nothing to ask
             self._cut(grpc.StatusCode.INVALID_ARGUMENT, "there is no request")
             raise asyncio.CancelledError from None
+
+    async def each(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Yield the requests of a stream. Raises InvalidRequest if the next one does not arrive in time."""
+        while True:
+            try:
+                async with asyncio.timeout(REQUEST_WAIT_S):
+                    request = await anext(requests)
+            except TimeoutError:
+                late = f"no further request arrived within {REQUEST_WAIT_S:g} s"
+                raise InvalidRequest(late, hint="end the stream when you have asked all", field="request") from None
+            except StopAsyncIteration:
+                return
+            yield request
 
     def __getattr__(self, name: str) -> Any:
         """Return what the context has."""

@@ -7,14 +7,14 @@ does, after 60 s); `http2.ping_timeout_ms` does, within its value. A server answ
 after the initial backoff, a silent one only after this.
 """
 
+from dataclasses import dataclass
+
 KEEPALIVE_MS = 10_000
 PING_TIMEOUT_MS = 2_000
 RECONNECT_MS = (100, 1_000)
 CONNECT_TIMEOUT_MS = 3_000
 HANDSHAKE_MS = 30_000
 """Time for a new connection to finish its TLS handshake, or to begin HTTP/2; gRPC's own would be two minutes."""
-MAX_CONNECTIONS = 256
-"""Connections to one port; a node has one from each router, and those of operators."""
 
 Options = list[tuple[str, int | str]]
 
@@ -38,11 +38,22 @@ def channel_options(max_message_bytes: int = 4 << 20) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = 4 << 20, max_connections: int = MAX_CONNECTIONS) -> Options:
-    """Return the options of every server that pdserve runs. A busy port is an error, never shared.
+@dataclass(frozen=True, slots=True)
+class ServerBounds:
+    """What one gRPC port takes from all who reach it. Without arguments: a node's, which serves routers and operators."""
 
-    Connections beyond `max_connections` are closed at once, so that they take no descriptors from what is there.
-    """
+    max_message_bytes: int = 2 << 20
+    """Largest request."""
+    max_connections: int = 256
+    """Those beyond are closed at once, so that they take no descriptors from what is there."""
+    max_streams: int = 32
+    """Calls at once on one connection. A client keeps further ones back by itself."""
+    idle_s: float = 10.0
+    """A connection without a call is ended after this time; a client dials again with its next call."""
+
+
+def server_options(bounds: ServerBounds) -> Options:
+    """Return the options of every server that pdserve runs. A busy port is an error, never shared."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -52,7 +63,9 @@ def server_options(max_message_bytes: int = 4 << 20, max_connections: int = MAX_
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-        ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", bounds.max_connections),
+        ("grpc.max_concurrent_streams", bounds.max_streams),
+        ("grpc.max_connection_idle_ms", round(bounds.idle_s * 1e3)),
+        ("grpc.max_receive_message_length", bounds.max_message_bytes),
         ("grpc.max_send_message_length", -1),
     ]

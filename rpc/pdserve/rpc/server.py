@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.core.errors import AddressInUse
 from pdserve.rpc.bounded_calls import UNREAD_S, BoundedCalls
 from pdserve.rpc.health import HEALTH_NAME, Health
-from pdserve.rpc.options import MAX_CONNECTIONS, server_options
+from pdserve.rpc.options import ServerBounds, server_options
 from pdserve.rpc.ports import check_port
 from pdserve.rpc.tls import TlsSource, server_credentials
 
@@ -31,15 +31,14 @@ class GrpcServer:
         host: str,
         port: int,
         *,
-        max_message_bytes: int = 4 << 20,
+        bounds: ServerBounds | None = None,
         unread_s: float = UNREAD_S,
         tls: TlsSource | None = None,
-        max_connections: int = MAX_CONNECTIONS,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._server = grpc.aio.server(
-            options=server_options(max_message_bytes, max_connections),
-            interceptors=(BoundedCalls(unread_s), *interceptors),
+            options=server_options(bounds or ServerBounds()),
+            interceptors=(BoundedCalls(unread_s, hurried=f"/{reflection.SERVICE_NAME}/"), *interceptors),
         )
         self._host, self._tls = host, tls
         self._asked_port = port

@@ -21,7 +21,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.router.access import AccessCheck
 from pdserve.router.answering import Answering
 from pdserve.router.http.answer import AnswerResponse, Head, error_response, fault_of
-from pdserve.router.http.body import parsed_object, read_body
+from pdserve.router.http.body import BodyRoom, parsed_object, read_body
 from pdserve.router.http.chat_request import CHAT_PARAMS, parse_chat
 from pdserve.router.http.chat_shape import ChatShape
 from pdserve.router.http.completion_request import parse_completion
@@ -62,7 +62,7 @@ class HttpFront:
     """Serves every path; `app` is the ASGI application."""
 
     def __init__(self, answering: Answering, texts: TextCalls, access: AccessCheck, settings: HttpSettings) -> None:
-        self._answering, self._texts, self._max_body_bytes = answering, texts, settings.max_body_bytes
+        self._answering, self._texts, self._bodies = answering, texts, BodyRoom(settings.max_body_bytes)
         self._token_texts = TokenTexts(answering.model.vocabulary)
         self._started_s = int(time.time())
         routes = [
@@ -133,7 +133,7 @@ class HttpFront:
         return JSONResponse(state_json(self._answering))
 
     async def _generate(self, request: Request, parser: Parser, make: MakeShape) -> ASGIApp:
-        body = await read_body(request, self._max_body_bytes)
+        body = await read_body(request, self._bodies)
         received_s = self._answering.clock.now_s()
         label, caller = request.scope[LABEL], request.scope[CALLER]
         try:
@@ -146,7 +146,7 @@ class HttpFront:
         return AnswerResponse(self._answering, asked, caller, shape, head, received_s)
 
     async def _parsed(self, request: Request, parser: Callable[[JsonObject], T]) -> T:
-        return await self._from_json(await read_body(request, self._max_body_bytes), parser)
+        return await self._from_json(await read_body(request, self._bodies), parser)
 
     async def _from_json(self, body: bytes, parser: Callable[[JsonObject], T]) -> T:
         if len(body) <= MAX_INLINE_BYTES:

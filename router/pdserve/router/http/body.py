@@ -3,6 +3,9 @@
 import asyncio
 import json
 import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -11,18 +14,52 @@ from pdserve.router.http.errors import HttpFault, JsonObject
 
 BODY_WAIT_S = 30.0
 """Time for a body to arrive whole."""
+MAX_UNDER_WAY = 16
+"""Of the largest bodies, how many may be on their way at once; smaller ones are as many more."""
+MAX_CONTAINERS = 65_536
+"""Lists and objects in one body. Each costs a hundred times its bytes: a few megabytes of them held the loop for seconds."""
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+class BodyRoom:
+    """Bytes of bodies that have not arrived whole, over all connections."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._left = MAX_UNDER_WAY * max_body_bytes
+
+    @contextmanager
+    def taken(self) -> Iterator[Callable[[int], None]]:
+        """Give what a body calls for each piece; all of it goes back at the end. Raises HttpFault when there is no room."""
+        held = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal held
+            if num_bytes > self._left:
+                told = "too many request bodies are on their way; come back later"
+                raise HttpFault(503, "overloaded", told, headers={"connection": "close", "retry-after": "1"})
+            held += num_bytes
+            self._left -= num_bytes
+
+        try:
+            yield take
+        finally:
+            self._left += held
+
+
+async def read_body(request: Request, room: BodyRoom) -> bytes:
     """Return the whole body, which says that it is JSON. Raises HttpFault."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise HttpFault(415, "unsupported_media_type", f"the body is {kind}; send application/json")
-    return await _read(request, max_bytes)
+    with room.taken() as take:
+        return await _read(request, room.max_body_bytes, take)
 
 
 def parsed_object(raw: bytes) -> JsonObject:
     """Return the JSON object in `raw`. Raises HttpFault for anything else."""
+    if _num_containers(raw) > MAX_CONTAINERS:
+        raise HttpFault(400, "invalid_json", f"the body has more than {MAX_CONTAINERS:,} lists and objects; send fewer")
     try:
         text = raw.decode()
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
@@ -40,7 +77,7 @@ def parsed_object(raw: bytes) -> JsonObject:
     return value
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     stated = request.headers.get("content-length", "")
     if stated.isascii() and stated.isdigit() and len(stated) < 20 and int(stated) > max_bytes:
         raise _too_large(max_bytes)
@@ -51,11 +88,21 @@ async def _read(request: Request, max_bytes: int) -> bytes:
                 size += len(piece)
                 if size > max_bytes:
                     raise _too_large(max_bytes)
+                take(len(piece))
                 pieces.append(piece)
     except TimeoutError:
         message = f"the body did not arrive within {BODY_WAIT_S:g} s"
         raise HttpFault(408, "request_timeout", message, headers={"connection": "close"}) from None
     return b"".join(pieces)
+
+
+def _num_containers(raw: bytes) -> int:
+    """Return how many lists and objects begin in `raw`; brackets inside strings count only where there are few."""
+    num = raw.count(b"[") + raw.count(b"{")
+    if num <= MAX_CONTAINERS:
+        return num
+    bare = _STRINGS.sub(b"", raw)
+    return bare.count(b"[") + bare.count(b"{")
 
 
 def _too_large(max_bytes: int) -> HttpFault:
