@@ -9,7 +9,7 @@ PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node d
 MODEL := smollm2-135m-instruct
 BASE_URL := http://127.0.0.1:8000/v1
 
-.PHONY: help setup model check test proto goldens demo gpu bench bench-transfer outside clean
+.PHONY: help setup model check test test-deep proto goldens demo gpu bench bench-transfer outside clean
 
 help: ## show the targets
 > @grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,9 @@ check: setup ## lint, types, import contracts, contract lint
 
 test: setup model ## all tests
 > $(BIN)/python -m pytest -q --durations=15
+
+test-deep: setup model ## longer proofs, which CI does not run: about 15 minutes
+> $(BIN)/python -m pytest -q -m deep --durations=15
 
 proto: setup ## regenerate the code of the contract
 > $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

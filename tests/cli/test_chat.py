@@ -141,6 +141,8 @@ async def test_error_and_ctrl_c_at_the_prompt_do_not_end_a_terminal_ctrl_d_does(
         assert "TTFT" not in await person.read_until("> ")
         assert turns(router.requests[1]) == [("user", "one")]
         person.type("half a li")
+        # Ctrl-C has the terminal throw away what nobody has read yet; readline, told that there was something, waits for it.
+        await person.read_until("half a li")
         await person.interrupt_until("Ctrl-D or /quit leaves")
         await person.read_until("> ")
         person.type("/help\n")

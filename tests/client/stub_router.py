@@ -11,6 +11,7 @@ import grpc
 from pdserve.core.certificates import TlsFiles
 from pdserve.core.errors import PdserveError
 from pdserve.rpc.errors import abort_with
+from pdserve.rpc.options import ServerBounds
 from pdserve.rpc.server import GrpcServer
 from pdserve.rpc.tls import tls_source
 from pdserve.v1 import inference_pb2 as pb
@@ -154,7 +155,7 @@ async def stub_router(
 ) -> AsyncIterator[tuple[StubRouter, str]]:
     """Serve a stub on a free port; yields it and its address."""
     router = router or StubRouter()
-    server = GrpcServer("127.0.0.1", 0, tls=tls_source(tls))
+    server = GrpcServer("127.0.0.1", 0, bounds=ServerBounds(idle_s=None), tls=tls_source(tls))
     server.add(NAME, lambda to: inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, to))
     await server.start()
     await server.set_ready(True)

@@ -76,8 +76,9 @@ async def test_answers_held_to_a_schema(cluster: Cluster) -> None:
     assert {choice.text for choice in named.choices} <= set(cities)
 
 
-async def test_goldens_one_at_a_time(cluster: Cluster) -> None:
-    for golden in load_goldens().goldens:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.deep)])
+async def test_goldens_one_at_a_time(cluster: Cluster, every: int) -> None:
+    for golden in load_goldens().goldens[::every]:
         assert_golden(golden, await cluster.answer(prompt_of(golden), Options(max_tokens=MAX_NEW_TOKENS)))
     await cluster.leak_oracle()
 

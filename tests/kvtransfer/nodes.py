@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pdserve.core.clock import SystemClock
 from pdserve.core.cluster_secret import ClusterSecret
@@ -153,9 +153,9 @@ class Pair:
     admission: Admission | None = None
 
     @classmethod
-    def gated(cls, secret: ClusterSecret | None = None) -> "Pair":
+    def gated(cls, secret: ClusterSecret | None = None, **changes: Any) -> "Pair":
         """Make both ends over ZeroMQ, the receiver's as a decode node's: it lets in only who is admitted."""
-        mine, theirs = settings(secret=secret), settings(secret=secret)
+        mine, theirs = settings(secret=secret, **changes), settings(secret=secret, **changes)
         admission = Admission(theirs.incarnation, secret, SystemClock())
         pair = cls.make(partial(ZeroMqChannel, admission=admission), mine, theirs)
         pair.admission = admission

@@ -107,7 +107,6 @@ SCENARIOS = [
     REOPENS_ENDS,
     RESTARTS,
     TWO_ENDS,
-    TWO_FAULTS,
     DELTA_CLEAN,
     DELTA,
     DELTA_ENDS,
@@ -124,6 +123,7 @@ SCENARIOS = [
 ]
 
 DEEP = [
+    TWO_FAULTS,
     DELTA_TWO,
     REOPENS_TWICE,
     replace(REOPENS, name="a connection of two transfers breaks", plans=TWO),

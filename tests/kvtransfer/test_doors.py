@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from pdserve.core.cluster_secret import ClusterSecret
-from pdserve.kvtransfer import SendFailed
+from pdserve.kvtransfer import SendFailed, zeromq
 from pdserve.kvtransfer.admission import Credentials
 from pdserve.kvtransfer.channel import Arrived, Connected, Lost
 from pdserve.kvtransfer.strangers import GREETING_BYTES, MAX_STRANGERS
@@ -78,7 +78,9 @@ class TestStrangersAtTheKvPort:
             check_a_transfer_works(pair)
         wait_until(lambda: num_descriptors() <= before, "every descriptor is given back")
 
-    def test_slow_bytes_end_with_the_handshake_s_time(self, pair: Pair) -> None:
+    def test_slow_bytes_end_with_the_handshake_s_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 500)
+        pair = Pair.gated().start()
         with Peer(pair.receiver.endpoint) as stranger:
             stranger.heard(10)
             for byte in greeting(b"PLAIN") + framed(4, bytes(250)):
@@ -89,6 +91,7 @@ class TestStrangersAtTheKvPort:
                 assert stranger.is_hung_up_on()
             assert stranger.num_sent < 64 + 250
         check_a_transfer_works(pair)
+        pair.stop()
 
 
 class TestProofs:
@@ -107,7 +110,8 @@ class TestProofs:
         assert shown.username.startswith(pair.sender_settings.incarnation)
         before = pair.receiver.gauges()["kv_not_admitted_total"]
         with Peer(pair.receiver.endpoint) as stranger:
-            stranger.say(greeting(b"PLAIN") + plain_hello(shown.username, shown.password))
+            stranger.greet(b"PLAIN")
+            stranger.ask(plain_hello(shown.username, shown.password))
             stranger.endless_message(256 * MIB)
             assert stranger.is_hung_up_on()
             assert stranger.num_sent < 32 * MIB
@@ -126,7 +130,7 @@ class TestProofs:
         return Credentials(username, carried[at + 1 : at + 1 + carried[at]])
 
     def test_who_is_turned_away_is_told_why_and_comes_in_with_a_new_key(self) -> None:
-        pair = Pair.gated(SECRET)
+        pair = Pair.gated(SECRET, connect_wait_s=1.0)
         pair.receiver.start()
         pair.sender.start()
         pair.receiver.set_peers(frozenset({pair.sender_settings.incarnation}))

@@ -34,6 +34,15 @@ def test_no_order_breaks_a_rule(scenario: Scenario) -> None:
         assert any("received" in outcome for outcome in found.outcomes), "the search never saw a success"
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("scenario", scenarios.DEEP, ids=lambda scenario: scenario.name)
+def test_no_order_breaks_a_rule_with_larger_budgets(scenario: Scenario) -> None:
+    found = search(scenario)
+    print(f"{scenario.name}: {found}")  # noqa: T201 - the record of the run
+    assert any("received" in outcome for outcome in found.outcomes), "the search never saw a success"
+
+
 def test_a_false_claim_to_hold_a_prefix_is_not_found_out() -> None:
     """A stated limit: GRANT says how much is held, not of what. That this is the prompt's is the decode node's own proof."""
     with pytest.raises(Broken, match="bytes that were not sent"):

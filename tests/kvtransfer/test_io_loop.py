@@ -23,7 +23,7 @@ from pdserve.kvtransfer.channel import Channel, ChannelEvent, Route
 from pdserve.kvtransfer.inprocess import InProcessChannel, InProcessNetwork
 from pdserve.kvtransfer.io_loop import IoLoop, Submission
 from pdserve.kvtransfer.zeromq import ZeroMqChannel
-from tests.kvtransfer.nodes import FIRST, WAIT_S, Pair, wait_until
+from tests.kvtransfer.nodes import FIRST, WAIT_S, Pair, settings, wait_until
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -83,7 +83,8 @@ class Breaking:
     """A connected pair, one end of which stands on a channel that can be broken."""
 
     def __init__(self, make_channel: Callable[[], Channel], side: str, only_poll: bool) -> None:
-        self.pair = Pair.make(make_channel)
+        # Long enough for a busy machine to connect, and short for the end that waits in vain for the broken one to come back.
+        self.pair = Pair.make(make_channel, settings(connect_wait_s=1.0), settings(connect_wait_s=1.0))
         self.channels: list[Breakable] = []
 
         def make() -> Channel:

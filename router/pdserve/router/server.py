@@ -37,7 +37,6 @@ from pdserve.rpc.tls import tls_source
 TOKENIZER_THREADS = 2
 MAX_STREAMS = 256
 """Calls at once on one client's connection."""
-IDLE_S = 300.0
 LAST_GRACE_S = 1.0
 """Time that answered calls get to leave the wire when the process stops."""
 
@@ -80,7 +79,7 @@ class Router:
         self.server = GrpcServer(
             settings.host,
             settings.port,
-            bounds=ServerBounds(2 * settings.max_message_bytes, connection_limit(), MAX_STREAMS, IDLE_S),
+            bounds=ServerBounds(2 * settings.max_message_bytes, connection_limit(), MAX_STREAMS, idle_s=None),
             unread_s=settings.max_unread_s,
             tls=self._tls,
             interceptors=[GrpcGuard(self.access)],

@@ -48,8 +48,8 @@ class ServerBounds:
     """Those beyond are closed at once, so that they take no descriptors from what is there."""
     max_streams: int = 32
     """Calls at once on one connection. A client keeps further ones back by itself."""
-    idle_s: float = 10.0
-    """A connection without a call is ended after this time; a client dials again with its next call."""
+    idle_s: float | None = 10.0
+    """A connection without a call is ended after this time; None: never. A client dials again with its next call."""
 
 
 def server_options(bounds: ServerBounds) -> Options:
@@ -65,7 +65,7 @@ def server_options(bounds: ServerBounds) -> Options:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_allowed_incoming_connections", bounds.max_connections),
         ("grpc.max_concurrent_streams", bounds.max_streams),
-        ("grpc.max_connection_idle_ms", round(bounds.idle_s * 1e3)),
+        *([] if bounds.idle_s is None else [("grpc.max_connection_idle_ms", round(bounds.idle_s * 1e3))]),
         ("grpc.max_receive_message_length", bounds.max_message_bytes),
         ("grpc.max_send_message_length", -1),
     ]
