@@ -69,7 +69,7 @@ class TestStrangers:
             [b""],
             [b"garbage"],
             [b"x"] * 50,
-            [bytes(1 << 20)] * 3,
+            [bytes(4096)] * 3,
             [opened],
             [opened, b"more"],
             [opened[:-1]],
