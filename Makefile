@@ -38,7 +38,7 @@ check: setup ## lint, types, import contracts, contract lint
 test: setup model ## all tests
 > $(BIN)/python -m pytest -q --durations=15
 
-test-deep: setup model ## longer proofs, which CI does not run: about 15 minutes
+test-deep: setup model ## longer proofs, which CI does not run: about 20 minutes
 > $(BIN)/python -m pytest -q -m deep --durations=15
 
 proto: setup ## regenerate the code of the contract

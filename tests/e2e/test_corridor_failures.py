@@ -5,6 +5,7 @@ Failure classes 1, 5, 6, 22, 23 and 27. `test_failures.py` has what needs no tra
 Four prefill nodes and one decode node: three prefill nodes hold first attempts at one stage each, the fourth holds none and the
 decode node holds what it decodes. So one fault meets every stage at once, and each request has exactly one faulty end. With a
 single decode node, an attempt that follows its fault goes to the process that froze, or to the one that took its place.
+What is killed is killed in every run; what is frozen is frozen in `make test-deep`.
 
 | request stands at | its prefill node frozen | killed, restarted | its decode node frozen | killed, restarted |
 |---|---|---|---|---|
@@ -36,6 +37,7 @@ CHUNKS = ("--token-budget", "16")
 QUICK = ("--lease-s", "1.5", "--beat-s", "0.25")
 HOLDERS = {"prefill0": "queued", "prefill1": "prefilling:1", "prefill2": "handing_over"}
 FREE, DECODE = "prefill3", "decode0"
+FAULTS = (signal.SIGSTOP, signal.SIGKILL)
 NUM_NODES = 5
 READY, NOT_READY = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 MOST_TRIES = 4
@@ -176,21 +178,29 @@ async def lose_decode_end(matrix: Matrix, fault: int) -> None:
     await matrix.cluster.leak_oracle()
 
 
-async def test_each_end_is_lost_alone_at_each_stage(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param((signal.SIGKILL,), id="killed"),
+        pytest.param(FAULTS, id="frozen and killed", marks=pytest.mark.deep),
+    ],
+)
+async def test_each_end_is_lost_alone_at_each_stage(
+    tiny: Path, tmp_path: Path, faults: tuple[signal.Signals, ...]
+) -> None:
     holders = tuple((*CHUNKS, *QUICK, "--hold-at", stage) for stage in HOLDERS.values())
     prefill = (*holders[:-1], (*holders[-1], *SLOW_LINK), (*CHUNKS, *QUICK))
     decode = ((*QUICK, "--hold-at", "decoding:4"),)
     async with start_cluster(tiny, tmp_path, prefill=prefill, decode=decode, router=QUICK) as cluster:
         matrix = Matrix(cluster, tiny)
-        for _ in range(MOST_TRIES):
-            await lose_prefill_ends(matrix, signal.SIGSTOP)
-            if await matrix.num_late() > 0:
-                break
-        else:
-            pytest.fail("no frame of a frozen node came after its attempt was over")
-        await lose_decode_end(matrix, signal.SIGSTOP)
-        await lose_prefill_ends(matrix, signal.SIGKILL)
-        await lose_decode_end(matrix, signal.SIGKILL)
+        for fault in faults:
+            await lose_prefill_ends(matrix, fault)
+            num_tries = 1
+            while fault == signal.SIGSTOP and not await matrix.num_late():
+                assert num_tries < MOST_TRIES, "no frame of a frozen node came after its attempt was over"
+                await lose_prefill_ends(matrix, fault)
+                num_tries += 1
+            await lose_decode_end(matrix, fault)
 
 
 async def test_answers_are_exact_over_a_slow_faulty_and_encrypted_link(tiny: Path, tmp_path: Path) -> None:
@@ -211,7 +221,7 @@ async def test_answers_are_exact_over_a_slow_faulty_and_encrypted_link(tiny: Pat
         await cluster.leak_oracle()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.deep)])
 async def test_a_connection_that_breaks_in_mid_transfer_costs_no_attempt(tiny: Path, tmp_path: Path, side: str) -> None:
     """The KV still stands in the prefill node's pool: it goes again over the next connection, and nobody computes twice.
 

@@ -11,7 +11,7 @@ from tests.e2e.cluster import start_cluster
 from tests.e2e.request_oracle import Asked, generated, log_probabilities
 from tests.goldens.model import default_model_dir
 
-pytestmark = [pytest.mark.e2e, pytest.mark.smollm2, pytest.mark.asyncio]
+pytestmark = [pytest.mark.e2e, pytest.mark.smollm2, pytest.mark.asyncio, pytest.mark.deep]
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "<|im_start|>user\nName three rivers of Europe.<|im_end|>\n<|im_start|>assistant\n"

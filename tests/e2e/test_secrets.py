@@ -51,6 +51,7 @@ async def a_new_router_serves(cluster: Cluster, tiny: Path, file: Path, *options
         router.kill()
 
 
+@pytest.mark.deep
 async def test_a_secret_is_changed_under_way_and_no_request_fails(tiny: Path, tmp_path: Path) -> None:
     of_nodes, of_router = tmp_path / "nodes.secret", tmp_path / "router.secret"
     for file in (of_nodes, of_router):

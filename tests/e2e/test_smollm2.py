@@ -124,6 +124,7 @@ async def test_idle_processes_burn_no_cpu(cluster: Cluster) -> None:
     assert max(spent.values()) < 0.05 * IDLE_S, spent
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_a_node_killed_under_the_default_model(tmp_path: Path, role: str) -> None:
     """A kill in mid-stream and one in mid-prompt, on real weights; the answers are the goldens."""

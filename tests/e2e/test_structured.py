@@ -215,7 +215,7 @@ async def test_over_http_a_refusal_names_the_clients_own_field(cluster: Cluster)
     assert '"not"' in error["message"]
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.deep), 3])
 async def test_a_decode_node_killed_in_mid_answer_changes_nothing(tiny: Path, tmp_path: Path, n: int) -> None:
     """The state of each grammar is rebuilt from token ids: the resumed answers are the undisturbed ones, token by token."""
     options = Options(max_tokens=MAX_TOKENS, structured_output=JsonSchema(PERSON), temperature=1.0, seed=11, n=n)

@@ -141,7 +141,9 @@ async def pdserve(*arguments: str, **variables: str) -> str:
     return f"{said.decode()}\nexit {process.returncode}"
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["server", "mutual"])
+@pytest.mark.parametrize(
+    "asks", [pytest.param(False, marks=pytest.mark.deep, id="server"), pytest.param(True, id="mutual")]
+)
 async def test_up_runs_with_tls_and_commands_reach_it(tiny: Path, tmp_path: Path, asks: bool) -> None:
     """The supervisor asks its own router whether it serves, with the router's own files."""
     authority = Authority(tmp_path)

@@ -80,6 +80,7 @@ def serve(engine: Engine, pool: BlockPool, goldens: Sequence[Golden], most_at_on
                 running.remove(serving)
 
 
+@pytest.mark.deep
 def test_one_at_a_time(engine: Engine, pool: BlockPool) -> None:
     """Every third alone, of 1 token, just over a block, and texts: all of them take a minute and a half, and are served below."""
     serve(engine, pool, load_goldens().goldens[::3], most_at_once=1)

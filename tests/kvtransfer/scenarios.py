@@ -17,6 +17,7 @@ REPEATS = Scenario(
     num_repeats=1,
     num_aborts=1,
 )
+TIME = Scenario("a deadline that passes, an end", num_times=1, num_aborts=1)
 TIMES = Scenario("deadlines that pass, an end", num_times=2, num_aborts=1)
 TIME_AND_LOSS = Scenario("deadlines that pass, a lost message", num_times=2, faults=("lose",), num_faults=1)
 CUTS = Scenario("a connection that breaks, a deadline, an end", num_cuts=1, num_times=1, num_aborts=1)
@@ -98,7 +99,7 @@ SCENARIOS = [
     ONE_CLEAN,
     FAULTS,
     REPEATS,
-    TIMES,
+    TIME,
     TIME_AND_LOSS,
     CUTS,
     REOPENS,
@@ -106,7 +107,6 @@ SCENARIOS = [
     REOPENS_FAULTS,
     REOPENS_ENDS,
     RESTARTS,
-    TWO_ENDS,
     DELTA_CLEAN,
     DELTA,
     DELTA_ENDS,
@@ -123,6 +123,8 @@ SCENARIOS = [
 ]
 
 DEEP = [
+    TIMES,
+    TWO_ENDS,
     TWO_FAULTS,
     DELTA_TWO,
     REOPENS_TWICE,

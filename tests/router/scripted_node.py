@@ -30,6 +30,9 @@ from tests.router.models import write_model_folder
 DEADLINE_S = 30.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
+COMMITTED: dict[bytes, list[node_pb2.FirstToken]] = {}
+"""First tokens of each transfer that a scripted prefill node made, for the decode node: real ones get them with COMMIT."""
+
 
 @dataclass
 class ScriptedNode:
@@ -164,6 +167,7 @@ class ScriptedNode:
 
     def first_token(self, submit: node_pb2.Submit, token_id: int) -> None:
         token = node_pb2.FirstToken(index=len(submit.output_ids), token_id=token_id, logprob=-0.5)
+        COMMITTED[submit.transfer_id] = [token]
         event = node_pb2.LegFirstToken(tokens=[token], num_cached_tokens=0, durations_s={"prefill.compute": 0.0})
         self.step(events=[leg(submit, first_token=event)])
 
@@ -179,11 +183,13 @@ class ScriptedNode:
             )
             for place, token_id in enumerate(ids)
         ]
+        COMMITTED[submit.transfer_id] = tokens
         event = node_pb2.LegFirstToken(tokens=tokens, num_cached_tokens=num_cached_tokens)
         self.step(events=[leg(submit, first_token=event)])
 
     def adopted(self, submit: node_pb2.Submit) -> None:
-        self.step(events=[leg(submit, adopted=node_pb2.LegAdopted())])
+        """Say so with the first tokens, if the prefill node said any: the two nodes' streams may arrive in either order."""
+        self.step(events=[leg(submit, adopted=node_pb2.LegAdopted(tokens=COMMITTED.get(submit.transfer_id, [])))])
 
     def tokens(
         self, submit: node_pb2.Submit, first_index: int, ids: list[int], *, is_last: bool = False, sequence: int = 0

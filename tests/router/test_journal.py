@@ -159,8 +159,8 @@ async def test_draining_shows_in_gauges_and_health(stage: Stage) -> None:
     await until(not_serving)
     assert await draining() == 1
     call.cancel()
+    for node in (stage.prefill[0], stage.decode[0]):
+        node.released(submit)
     with pytest.raises(grpc.aio.AioRpcError):
         while True:
             await draining()
-    for node in (stage.prefill[0], stage.decode[0]):
-        node.released(submit)

@@ -159,7 +159,8 @@ class RouterStream:
 
     async def _wait(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for would make a task for each wait
+                await self._wake.wait()
 
     def load_changed(self) -> None:
         """Send a status soon, at most one per `MIN_STATUS_S`."""

@@ -43,6 +43,7 @@ def sampled_by_numpy(golden: Golden) -> tuple[int, ...]:
     return tuple(generation.output)
 
 
+@pytest.mark.deep
 @pytest.mark.e2e
 @pytest.mark.asyncio
 async def test_the_small_model_across_two_nodes_says_the_goldens(
