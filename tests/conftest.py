@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 import os
+import signal
 import tempfile
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec
@@ -11,6 +12,9 @@ from typing import ParamSpec
 import pytest
 
 os.environ.setdefault("PDSERVE_HTTP_PORT", "0")
+# Where a script runs the tests in its background, Ctrl-C is ignored, and the programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Files of keys and secrets that a group may change are refused; a test that wants one says so.
 os.umask(0o022)
 # Clusters of other users of this account are not found, nor do they find those of the tests.
