@@ -204,7 +204,7 @@ async def test_a_frozen_router_leaks_nothing(tiny: Path, tmp_path: Path) -> None
         async def is_back() -> bool:
             return await num_streams() == 2
 
-        for _ in range(2):
+        for _ in range(3):
             cluster.router.kill(signal.SIGSTOP)
             await until(is_alone, "the nodes gave the router up")
             cluster.router.kill(signal.SIGCONT)

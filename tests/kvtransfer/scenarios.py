@@ -18,7 +18,7 @@ REPEATS = Scenario(
     num_aborts=1,
 )
 TIME = Scenario("a deadline that passes, an end", num_times=1, num_aborts=1)
-TIMES = Scenario("deadlines that pass, an end", num_times=2, num_aborts=1)
+TIMES = replace(TIME, name="deadlines that pass, an end", num_times=2)
 TIME_AND_LOSS = Scenario("deadlines that pass, a lost message", num_times=2, faults=("lose",), num_faults=1)
 CUTS = Scenario("a connection that breaks, a deadline, an end", num_cuts=1, num_times=1, num_aborts=1)
 REOPENS = Scenario("a connection breaks, nothing else wrong", num_cuts=1, redials=True, must_succeed=True)

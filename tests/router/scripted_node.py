@@ -167,9 +167,9 @@ class ScriptedNode:
 
     def first_token(self, submit: node_pb2.Submit, token_id: int) -> None:
         token = node_pb2.FirstToken(index=len(submit.output_ids), token_id=token_id, logprob=-0.5)
-        COMMITTED[submit.transfer_id] = [token]
-        event = node_pb2.LegFirstToken(tokens=[token], num_cached_tokens=0, durations_s={"prefill.compute": 0.0})
-        self.step(events=[leg(submit, first_token=event)])
+        self._commit(
+            submit, node_pb2.LegFirstToken(tokens=[token], num_cached_tokens=0, durations_s={"prefill.compute": 0.0})
+        )
 
     def first_tokens(self, submit: node_pb2.Submit, ids: Iterable[int], num_cached_tokens: int = 0) -> None:
         """Say the first token of every sequence of a submit, each with itself as the only alternative."""
@@ -183,8 +183,10 @@ class ScriptedNode:
             )
             for place, token_id in enumerate(ids)
         ]
-        COMMITTED[submit.transfer_id] = tokens
-        event = node_pb2.LegFirstToken(tokens=tokens, num_cached_tokens=num_cached_tokens)
+        self._commit(submit, node_pb2.LegFirstToken(tokens=tokens, num_cached_tokens=num_cached_tokens))
+
+    def _commit(self, submit: node_pb2.Submit, event: node_pb2.LegFirstToken) -> None:
+        COMMITTED[submit.transfer_id] = list(event.tokens)
         self.step(events=[leg(submit, first_token=event)])
 
     def adopted(self, submit: node_pb2.Submit) -> None:
