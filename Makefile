@@ -5,6 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do $$p
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+NATIVE := $(VENV)/.native
 PACKAGES := proto core grammar kernels engine kvtransfer rpc node prefill_node decode_node router client cli
 MODEL := smollm2-135m-instruct
 BASE_URL := http://127.0.0.1:8000/v1
@@ -14,7 +15,7 @@ BASE_URL := http://127.0.0.1:8000/v1
 help: ## show the targets
 > @grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(STAMP) ## create .venv and install pdserve with its development tools
+setup: $(STAMP) $(NATIVE) ## create .venv and install pdserve with its development tools
 
 $(STAMP): pyproject.toml constraints-dev.txt
 > @[ -n "$(PYTHON)" ] || { echo "setup: pdserve needs Python 3.11 or newer; name it with make PYTHON=…" >&2; exit 1; }
@@ -24,6 +25,11 @@ $(STAMP): pyproject.toml constraints-dev.txt
 > @echo "setup: installing (about 2.2 GB on the first run: torch, triton)"
 > $(BIN)/python -m pip install --progress-bar on -c constraints-dev.txt --group dev -e .
 > @touch $(STAMP)
+
+# Installing has built them already; this is for changed sources. Without a compiler pdserve works with torch alone.
+$(NATIVE): $(STAMP) kernels/build_native.py $(wildcard kernels/pdserve/kernels/native/src/*)
+> @$(BIN)/python kernels/build_native.py || echo "setup: no native operations; torch alone will compute, slower" >&2
+> @touch $(NATIVE)
 
 model: setup ## fetch and convert the default model into the user's cache
 > $(BIN)/pdserve pull $(MODEL)

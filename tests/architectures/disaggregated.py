@@ -34,10 +34,10 @@ class Side:
     leases: list[BlockLease]
 
 
-def run(model: LoadedModel, reference: Reference) -> tuple[list[list[int]], list[Tensor]]:
+def run(model: LoadedModel, reference: Reference, backend: str | None) -> tuple[list[list[int]], list[Tensor]]:
     """Return tokens and logits per prompt, as `Reference` holds them."""
-    prefill = _side(model, PREFILL_BLOCK_SIZE, reference)
-    decode = _side(model, DECODE_BLOCK_SIZE, reference)
+    prefill = _side(model, PREFILL_BLOCK_SIZE, reference, backend)
+    decode = _side(model, DECODE_BLOCK_SIZE, reference, backend)
     with Corridor(reference.prompts, (prefill.engine, prefill.leases), (decode.engine, decode.leases)) as corridor:
         rows = _prefill(prefill, reference.prompts, corridor)
         tokens = [[int(row.argmax())] for row in rows]
@@ -54,9 +54,12 @@ def run(model: LoadedModel, reference: Reference) -> tuple[list[list[int]], list
     return tokens, [torch.stack(rows) for rows in logits]
 
 
-def disagreement(model: LoadedModel, reference: Reference) -> str | None:
-    """Return how the engines differ from the reference, or None if tokens are equal and logits within `TOLERANCE`."""
-    tokens, logits = run(model, reference)
+def disagreement(model: LoadedModel, reference: Reference, backend: str | None = None) -> str | None:
+    """Return how engines of a backend, or of the best one here, differ from the reference.
+
+    None if tokens are equal and logits within `TOLERANCE`.
+    """
+    tokens, logits = run(model, reference, backend)
     for index, expected in enumerate(reference.tokens):
         for step in range(NUM_NEW_TOKENS):
             distance = float((logits[index][step] - reference.logits[index][step]).abs().max())
@@ -67,8 +70,15 @@ def disagreement(model: LoadedModel, reference: Reference) -> str | None:
     return None
 
 
-def _side(model: LoadedModel, block_size: int, reference: Reference) -> Side:
-    engine = Engine(model, dtype="float32", device="cpu", block_size=block_size, num_blocks=NUM_BLOCKS)
+def _side(model: LoadedModel, block_size: int, reference: Reference, backend: str | None) -> Side:
+    engine = Engine(
+        model,
+        dtype="float32",
+        device="cpu",
+        block_size=block_size,
+        num_blocks=NUM_BLOCKS,
+        attention_backend=backend,
+    )
     pool = BlockPool(NUM_BLOCKS, on_free=engine.poison)
     # Blocks taken and freed first: they now hold NaN, and come back in another order.
     pool.lease(NUM_BLOCKS, "poison").release()

@@ -12,23 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.engine.families import FAMILIES
 from pdserve.engine.loading import LoadedModel
 from pdserve.kernels.backends import BACKENDS
-from pdserve.kernels.linear import can_pack, pack_linears
 from tests.architectures.disaggregated import disagreement
 from tests.architectures.reference import Reference, model_with_reference
 from tests.architectures.tiny import ARCHITECTURES, Tiny
 
 BACKEND = "torch-sdpa"
+NATIVE = [tiny for tiny in ARCHITECTURES if tiny.model_type in FAMILIES]
 FAULTY = [(tiny, fault) for tiny in ARCHITECTURES for fault in ("attention", *tiny.faults)]
 
 
 @cache
 def prepared(model_type: str) -> tuple[LoadedModel, Reference]:
-    model, reference = model_with_reference(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type))
-    if can_pack(torch.device("cpu"), torch.float32):
-        pack_linears(model.module)  # as loading does; the reference is already computed with the plain layers
-    return model, reference
+    return model_with_reference(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type))
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +42,16 @@ def test_tokens_and_logits_are_those_of_transformers(tiny: Tiny) -> None:
     assert disagreement(*prepared(tiny.model_type)) is None
 
 
+@pytest.mark.parametrize("tiny", NATIVE, ids=lambda tiny: tiny.model_type)
+def test_without_native_operations_they_are_the_same(tiny: Tiny) -> None:
+    assert disagreement(*prepared(tiny.model_type), BACKEND) is None
+
+
 @pytest.mark.parametrize(("tiny", "fault"), FAULTY, ids=[f"{tiny.model_type}-{fault}" for tiny, fault in FAULTY])
 def test_comparison_turns_red_without(tiny: Tiny, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = BACKENDS[BACKEND]
     monkeypatch.setitem(BACKENDS, BACKEND, replace(backend, attend=ignoring(fault, backend.attend)))
-    assert disagreement(*prepared(tiny.model_type)) is not None
+    assert disagreement(*prepared(tiny.model_type), BACKEND) is not None
 
 
 def ignoring(fault: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:

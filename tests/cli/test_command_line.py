@@ -15,11 +15,12 @@ from typing import IO
 import pytest
 
 from pdserve.cli.__main__ import run
-from pdserve.cli.doctor import Finding, Verdict, compiler, models, ports
+from pdserve.cli.doctor import Finding, Verdict, compiler, models, native, ports
 from pdserve.cli.exit_codes import ExitCode, exit_code_of
 from pdserve.core.errors import GRPC_CODES, AttemptsExhausted, ConfigError, Overloaded
 from pdserve.core.models import ALIASES, DEFAULT_MODEL, MANIFEST_NAME, prepared_dir
 from pdserve.core.router_settings import RouterSettings
+from pdserve.kernels.native.library import native_library
 from tests.client.stub_router import ANSWER, stub_router
 
 DEADLINE_S = 60.0
@@ -340,6 +341,17 @@ def test_doctor_misses_a_compiler_where_one_is_needed(
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     (found,) = compiler()
     assert (found.verdict, found.fact) == (verdict, "none")
+
+
+def test_doctor_tells_which_native_operations_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native_library()
+    (found,) = native()
+    if library is not None:
+        assert (found.verdict, found.fact.partition(",")[0]) == (Verdict.OK, library.instruction_set)
+    monkeypatch.setattr("pdserve.kernels.native.library.native_library", lambda: None)
+    (found,) = native()
+    assert (found.verdict, found.fact) == (Verdict.WARN, "not built for this processor")
+    assert "C compiler" in found.advice
 
 
 def test_doctor_looks_at_both_ports_of_a_router(busy_port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,23 @@ GREEDY_ROW = (SampledRow(GREEDY, 0, 0),)
 
 
 @cache
-def model_of(model_type: str) -> LoadedModel:
+def model_of(model_type: str, backend: str | None = None) -> LoadedModel:
+    """Return a model; one for each backend, since engines put other layers into it."""
     return build(next(tiny for tiny in ARCHITECTURES if tiny.model_type == model_type), seed=0)
 
 
-def small_engine(model_type: str = "qwen3", *, block_size: int = 4, num_blocks: int = 40) -> Engine:
+def small_engine(
+    model_type: str = "qwen3", *, block_size: int = 4, num_blocks: int = 40, backend: str | None = None
+) -> Engine:
     """Return an engine whose layers 0 and 2 have a window of 6 tokens (qwen3) or none (llama)."""
-    return Engine(model_of(model_type), dtype="float32", device="cpu", block_size=block_size, num_blocks=num_blocks)
+    return Engine(
+        model_of(model_type, backend),
+        dtype="float32",
+        device="cpu",
+        block_size=block_size,
+        num_blocks=num_blocks,
+        attention_backend=backend,
+    )
 
 
 def prompt_of(length: int, number: int = 0) -> tuple[int, ...]:

@@ -61,7 +61,8 @@ def large_engine(device: torch.device, scale: int = 1) -> Engine:
 def measure_steps(device: torch.device, best: Yardstick, scale: int = 1) -> Iterator[str]:
     """Yield a line per kind of step; `scale` divides all sizes."""
     engine = large_engine(device, scale)
-    module: Any = engine._forward._module
+    forward: Any = engine._forward
+    module = forward._module
     weights = sum(p.numel() for name, p in module.named_parameters() if "embed_tokens" not in name)
     yield _graphs_agree(engine)
     yield from _decode(engine, best, weights, BATCH, CONTEXT // scale)
@@ -84,7 +85,8 @@ def _decode(engine: Engine, best: Yardstick, weights: int, batch: int, context: 
     position = min(context, width * BLOCK) - 1
     chunks, drawn = (_chunks(batch, position, width, how) for how in (GREEDY, Sampling(1.0, seed=3)))
     moved = 2 * weights + engine.layout.token_bytes * batch * (chunks[0].start + 1)
-    graphs = engine._forward._graphs
+    forward: Any = engine._forward
+    graphs = forward._graphs
     kinds: tuple[tuple[str, DecodeGraphs | None, Callable[[], object]], ...] = (
         ("captured", graphs, lambda: engine.logits(chunks)),
         ("captured, with greedy tokens", graphs, lambda: engine.step(chunks)),
@@ -92,14 +94,14 @@ def _decode(engine: Engine, best: Yardstick, weights: int, batch: int, context: 
         ("launch by launch", None, lambda: engine.logits(chunks)),
     )
     for name, used, call in kinds:
-        engine._forward._graphs = used
+        forward._graphs = used
         took = _step_seconds(call, engine.device)
         share = moved / best.copy_rate / took
         verdict = "meets" if share >= DECODE_TARGET else "BELOW"
         yield (
             f"decode step {batch} x {context}, {name}: {took * 1e3:.2f} ms, {share:.0%} of the roofline ({verdict} 80 %)"
         )
-    engine._forward._graphs = graphs
+    forward._graphs = graphs
 
 
 def _prefill(engine: Engine, best: Yardstick, weights: int, length: int, heads: int) -> str:
@@ -117,13 +119,14 @@ def _prefill(engine: Engine, best: Yardstick, weights: int, length: int, heads: 
 def _graphs_agree(engine: Engine) -> str:
     """Compare a captured step with the same step computed launch by launch."""
     chunks = _chunks(3, 5, engine.num_blocks // 3)
-    graphs = engine._forward._graphs
+    forward: Any = engine._forward
+    graphs = forward._graphs
     if graphs is None or graphs._capture is eagerly:
         return "graph capture: not on this device"
     captured = engine.logits(chunks)
-    engine._forward._graphs = None
+    forward._graphs = None
     plain = engine.logits(chunks)
-    engine._forward._graphs = graphs
+    forward._graphs = graphs
     error = float((captured - plain).abs().max())
     return f"{'ok' if error <= 0.05 * float(plain.abs().max()) else 'WRONG'}: graph capture: largest difference {error:.2g}"
 

@@ -132,6 +132,23 @@ def engine() -> Iterator[Finding]:
         )
 
 
+def native() -> Iterator[Finding]:
+    """The native operations, which compute on a CPU."""
+    from pdserve.kernels.native.library import native_library, processor_flags, usable_sets
+
+    library = native_library()
+    if library is None:
+        advice = (
+            "install a C compiler, then run `python kernels/build_native.py`; until then torch alone computes, slower"
+        )
+        yield Finding("native", Verdict.WARN, "not built for this processor", advice)
+        return
+    fact = f"{library.instruction_set}, the best of what was built for this processor"
+    best = usable_sets(processor_flags())[0]
+    advice = "" if best == library.instruction_set else f"{best} would be better: run `python kernels/build_native.py`"
+    yield Finding("native", Verdict.OK, fact, advice)
+
+
 def triton() -> Iterator[Finding]:
     """Triton, which only the GPU path uses."""
     if importlib.util.find_spec("triton") is None:
@@ -142,13 +159,15 @@ def triton() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """A C compiler, with which Triton builds what starts its kernels; nothing on a CPU needs one."""
+    """A C compiler: Triton builds with it what starts its kernels; the native operations are built when pdserve is installed."""
     import torch
 
     path = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if path is None:
         is_needed = torch.cuda.is_available()
-        advice = "GPU kernels cannot be started; install gcc" if is_needed else "nothing on a CPU needs one"
+        advice = (
+            "GPU kernels cannot be started; install gcc" if is_needed else "needed only to build the native operations"
+        )
         yield Finding("compiler", Verdict.WARN if is_needed else Verdict.OK, "none", advice)
         return
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
@@ -225,6 +244,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     product,
     libraries,
     engine,
+    native,
     triton,
     compiler,
     memory,

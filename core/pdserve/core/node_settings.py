@@ -23,8 +23,10 @@ class NodeSettings(ProcessSettings):
         "auto", description="auto (float32 on CPU), float32, bfloat16 or float16."
     )
     device: str = Field("auto", description="auto, cpu or cuda[:N].")
-    attention_backend: Literal["auto", "torch-sdpa", "triton"] = Field(
-        "auto", description="auto (triton on CUDA where it is installed), torch-sdpa or triton (CUDA only)."
+    attention_backend: Literal["auto", "native", "torch-sdpa", "triton"] = Field(
+        "auto",
+        description="auto (native on a CPU where it was built, triton on CUDA where it is installed), native, torch-sdpa, "
+        "or triton (CUDA only).",
     )
     max_waiting: Positive = Field(256, description="Submits that may wait; more are answered BUSY.")
     kv_window_bytes: Positive = Field(64 << 20, description="KV bytes that may be under way from one peer.")

@@ -12,10 +12,10 @@ from pdserve.core.identity import Capabilities, Identity
 from pdserve.core.layout import DTYPE_BYTES, KvLayout, num_blocks_for
 from pdserve.core.work import TokenScore
 from pdserve.engine.batch import ChunkResult, SequenceChunk, StepResult
-from pdserve.engine.decode_graphs import DecodeGraphs
-from pdserve.engine.forward import Forward
+from pdserve.engine.forwards import choose_forward
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.loading import LoadedModel, load_model
+from pdserve.engine.native_model import NativeForward
 from pdserve.engine.probe import check_isolation, discover
 from pdserve.engine.support import kv_fields, served_length
 from pdserve.kernels.backends import choose_backend
@@ -67,6 +67,7 @@ class Engine:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             attention_backend=attention_backend,
+            threads=threads,
         )
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         num_blocks: int,
         max_model_len: int | None = None,
         attention_backend: str | None = None,
+        threads: int = 1,
     ) -> None:
         where = torch.device(device)
         backend = choose_backend(where.type, attention_backend)
@@ -93,9 +95,10 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.max_model_len = served_length(model.config, max_model_len)
         with _current(where):
-            self.layout: KvLayout = discover(
+            found = discover(
                 model.module, model.architecture, model.num_layers, model.vocab_size, dtype, backend, where
             )
+            self.layout: KvLayout = found.layout
             check_isolation(model.module, model.architecture, self.layout, model.vocab_size, backend, where)
         self.identity = Identity(
             weight_digest=model.weight_digest,
@@ -106,14 +109,17 @@ class Engine:
         self.capabilities = Capabilities(compute_dtype=dtype, kv_dtype=dtype, wire_dtypes=(dtype,))
         self._where = where
         self._pool = KvPool(self.layout, num_blocks, block_size, where, backend)
-        graphs = None
-        if where.type == "cuda" and backend.static_plan is not None:
-            graphs = DecodeGraphs(model.module, self._pool, backend, where, self.max_model_len)
-        self._forward = Forward(model.module, self._pool, backend, where, graphs)
+        with _current(where):
+            self._forward = choose_forward(model, found, self._pool, backend, where, self.max_model_len, threads)
         self._draw_rows = backend.draw_rows
         self._is_stepping = False
         mebibytes = self._pool.num_bytes / 2**20
         log.info("%s: %d blocks of %d tokens, %.0f MiB of KV", model.architecture, num_blocks, block_size, mebibytes)
+
+    @property
+    def forward_pass(self) -> str:
+        """Who computes a step: "native" or "transformers"."""
+        return "native" if isinstance(self._forward, NativeForward) else "transformers"
 
     @property
     def num_forwards(self) -> int:
@@ -144,7 +150,7 @@ class Engine:
     def logits(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Do as `step`, but return the logits [rows of `samples`, vocabulary]; draw and score nothing."""
         with torch.inference_mode(), _current(self._where):
-            return _sampled(self._compute(chunks, on_layer), chunks)
+            return _sampled(self._compute(chunks, on_layer), chunks).clone()
 
     def _compute(self, chunks: Sequence[SequenceChunk], on_layer: Callable[[int], None] | None) -> torch.Tensor:
         for chunk in chunks:

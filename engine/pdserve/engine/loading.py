@@ -1,7 +1,6 @@
 """A Hugging Face folder becomes a model in memory, with what identifies it."""
 
 import json
-import logging
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,9 +18,6 @@ from pdserve.engine.kv_pool import TORCH_DTYPES
 from pdserve.engine.quiet import quieten_transformers
 from pdserve.engine.support import architecture_of, check_config, text_config
 from pdserve.engine.weights import file_digest, weight_digest
-from pdserve.kernels.linear import can_pack, pack_linears
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,10 +42,6 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> LoadedModel:
     digest = weight_digest(folder)
     _check_manifest(folder)
     module = _read_module(folder, config, dtype).to(device=device).eval()
-    if can_pack(device, TORCH_DTYPES[dtype]):
-        log.info("linear layers: %d packed for oneDNN", pack_linears(module))
-    else:
-        log.info("linear layers: plain torch")
     text = text_config(config)
     tokenizer = folder / "tokenizer.json"
     return LoadedModel(

@@ -37,11 +37,30 @@ class _Mask:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """What a layer asks of attention, beside the shape of its KV; `sinks` [heads] or None."""
+
+    num_heads: int
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """What the discovering forward found: the KV layout, and each layer's call."""
+
+    layout: KvLayout
+    calls: tuple[LayerCall, ...]
+
+
 class Discovery:
     """The frame of the discovering forward: answers with plain causal attention, and writes down what it was asked."""
 
     def __init__(self, architecture: str, backend: Backend) -> None:
         self.layers: list[LayerLayout] = []
+        self.calls: list[LayerCall] = []
         self._architecture = architecture
         self._backend = backend
         self._masks: list[_Mask] = []
@@ -69,6 +88,7 @@ class Discovery:
         window = self._window(call)
         rows, heads, key_dim = call.keys.shape
         self.layers.append(LayerLayout(heads, key_dim, call.values.shape[2], window))
+        self.calls.append(LayerCall(call.query.shape[1], call.scaling, call.softcap, call.sinks))
         plan = self._backend.plan([ChunkRows(0, rows, [0])], PROBE_BLOCK_SIZE, call.query.dtype, call.query.device)
         return self._backend.attend(
             call.query,
@@ -112,8 +132,11 @@ def discover(
     dtype: str,
     backend: Backend,
     device: torch.device,
-) -> KvLayout:
-    """Return the model's KV layout; raise ModelUnsupported, naming the architecture, if paged attention cannot serve it."""
+) -> Discovered:
+    """Return the model's KV layout and its layers' calls.
+
+    Raises ModelUnsupported, naming the architecture, if paged attention cannot serve it.
+    """
     frame = Discovery(architecture, backend)
     with entered(frame), torch.inference_mode():
         module(
@@ -126,7 +149,7 @@ def discover(
             f"{architecture} calls paged attention {len(frame.layers)} times for {num_layers} layers: part of it keeps its "
             "state elsewhere (recurrent layers, or attention of its own), which is not served"
         )
-    return KvLayout(tuple(frame.layers), dtype)
+    return Discovered(KvLayout(tuple(frame.layers), dtype), tuple(frame.calls))
 
 
 def check_isolation(

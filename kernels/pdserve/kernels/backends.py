@@ -80,6 +80,8 @@ class Backend:
     """Replaces those of a model's modules that it knows, at load, and logs which."""
     static_plan: MakeStaticPlan | None = None
     """There where the attention can be captured in a graph."""
+    has_forward: bool = False
+    """Whether it computes the whole forward pass of the architectures that it knows."""
     draw_rows: DrawRows | None = None
     """There where rows are drawn on the device; otherwise their logits are copied to the host, which draws."""
 
@@ -92,12 +94,18 @@ BACKENDS = {
         attend=paged_attention.paged_attention,
     ),
 }
-"""Those that are in memory. A native CPU op will stand here."""
+"""Those that are always there."""
 
-OPTIONAL = {"triton": "pdserve.kernels.triton_backend"}
-"""Those that need an extra: the module, imported when first asked for, whose `BACKEND` is it."""
+OPTIONAL = {
+    "native": (
+        "pdserve.kernels.native.backend",
+        "install a C compiler, then build them: python kernels/build_native.py",
+    ),
+    "triton": ("pdserve.kernels.triton_backend", "install it with pip install 'pdserve[triton]'"),
+}
+"""Those that need something: the module, imported when first asked for, whose `BACKEND` is it, and how to have it."""
 
-PREFERENCE = {"cpu": ("torch-sdpa",), "cuda": ("triton", "torch-sdpa")}
+PREFERENCE = {"cpu": ("native", "torch-sdpa"), "cuda": ("triton", "torch-sdpa")}
 """What `auto` takes, first choice first; each step down is logged."""
 
 
@@ -118,13 +126,12 @@ def _known(name: str, *, is_wanted: bool) -> Backend | None:
     """Return a backend by name; None if there is none, or its extra is not installed and nobody named it."""
     if name in BACKENDS or name not in OPTIONAL:
         return BACKENDS.get(name)
+    place, advice = OPTIONAL[name]
     try:
-        module = importlib.import_module(OPTIONAL[name])
+        module = importlib.import_module(place)
     except ImportError as error:
         if is_wanted:
-            raise ConfigError(
-                [f"attention backend {name}: {error}"], hint=f"install it with pip install 'pdserve[{name}]'"
-            ) from error
+            raise ConfigError([f"attention backend {name}: {error}"], hint=advice) from error
         log.warning("attention backend %s is not there (%s); the next best is taken", name, error)
         return None
     backend = module.BACKEND

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -93,16 +94,15 @@ def test_sampled_tokens_are_those_of_the_torch_backend() -> None:
 def test_captured_decode_steps_say_the_same_tokens() -> None:
     """With `eagerly` in the place of a CUDA graph: padding to buckets, static inputs and refilled plans."""
     plain, triton = engine_pair("llama")
-    graphs = DecodeGraphs(
-        triton._forward._module, triton._pool, triton._forward._backend, torch.device("cpu"), 64, eagerly
-    )
+    forward: Any = triton._forward
+    graphs = DecodeGraphs(forward._module, triton._pool, forward._backend, torch.device("cpu"), 64, eagerly)
     answers = []
     for engine in (plain, triton):
-        engine._forward._graphs = graphs if engine is triton else None
+        forward._graphs = graphs if engine is triton else None
         generations = [Generation(engine, prompt_of(length, length), 6 * n) for n, length in enumerate((3, 17, 9))]
         generate(engine, generations, 6)
         generate(engine, generations[:2], 9)
         answers.append([generation.output for generation in generations])
-    triton._forward._graphs = None
+    forward._graphs = None
     assert answers[0] == answers[1]
     assert graphs.num_buckets == 2, "three rows in a bucket of four, then two in one of two"
