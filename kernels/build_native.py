@@ -1,6 +1,6 @@
 """Compiles the native operations: one shared library per instruction set, beside their Python files.
 
-    python kernels/build_native.py [--sanitize address|thread]
+    python kernels/build_native.py [--sanitize address,undefined|thread] [--into FOLDER]
 
 Also a build hook of hatchling, so that a wheel and an editable install hold the libraries. It needs a C compiler (CC, else cc)
 and nothing of pdserve. Without a compiler there are no libraries: pdserve then works with torch alone, slower, and says so.
@@ -77,10 +77,12 @@ def get_build_hook() -> type:
 def main() -> None:
     """Compile, with a sanitizer if asked, and print what was made."""
     arguments = argparse.ArgumentParser(description="compile pdserve's native operations")
-    arguments.add_argument("--sanitize", choices=["address", "thread", "undefined"])
-    arguments.add_argument("--into", type=Path, default=NATIVE)
+    arguments.add_argument(
+        "--sanitize", metavar="KIND", help="what the compiler is to check at run time: for finding faults"
+    )
+    arguments.add_argument("--into", type=Path, default=NATIVE, metavar="FOLDER")
     chosen = arguments.parse_args()
-    extra = (f"-fsanitize={chosen.sanitize}", "-g") if chosen.sanitize else ()
+    extra = (f"-fsanitize={chosen.sanitize}", "-fno-sanitize-recover=all", "-g") if chosen.sanitize else ()
     try:
         libraries = build(chosen.into, extra)
     except (OSError, subprocess.CalledProcessError) as error:
