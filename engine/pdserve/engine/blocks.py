@@ -86,6 +86,7 @@ class BlockLease:
         """Turn a reservation into use: the KV that it was promised for has arrived."""
         with self.pool.lock:
             self._life.advance(LeaseEvent.ADOPT, 0.0)
+            self.pool.num_reserved -= len(self._block_ids)
 
     def fork(self, block_ids: Sequence[int], owner: str) -> "BlockLease":
         """Return another lease, in use, on some of this lease's blocks, in the given order; this one keeps them as well.
@@ -105,6 +106,8 @@ class BlockLease:
             if self._life.state not in (LeaseState.RESERVED, LeaseState.USED):
                 raise InternalError(f"lease of {self.owner} extended after its release; {self._life.tell()}")
             self._block_ids.extend(self.pool.take(num_blocks))
+            if self._life.state is LeaseState.RESERVED:
+                self.pool.num_reserved += num_blocks
 
     @contextmanager
     def hold(self) -> Iterator[Sequence[int]]:
@@ -123,6 +126,8 @@ class BlockLease:
     def release(self) -> None:
         """Give the blocks back, at once or when the last hold ends. A second release raises InternalError."""
         with self.pool.lock:
+            if self._life.state is LeaseState.RESERVED:
+                self.pool.num_reserved -= len(self._block_ids)
             self._life.advance(LeaseEvent.RELEASE, 0.0)
             self._free_if_due()
 
@@ -155,15 +160,20 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_holders = [0] * num_blocks
         self._leases: set[BlockLease] = set()
+        self.num_reserved = 0
+        """Blocks of leases that wait for their KV. Kept by the leases, as the next one by the pool: who asks pays nothing."""
+        self.num_shared = 0
+        """Blocks that more than one lease holds."""
 
     def lease(self, num_blocks: int, owner: str, *, reserved: bool = False) -> BlockLease:
         """Take `num_blocks` (>= 0) for `owner`, in use or only reserved; raise PoolExhausted, taking none, if too few."""
         with self.lock:
             life = LifeCycle(LEASE_TABLE, owner, 0.0)
-            if not reserved:
-                life.advance(LeaseEvent.ADOPT, 0.0)
             lease = BlockLease(self, owner, self.take(num_blocks), life)
             self._leases.add(lease)
+            self.num_reserved += num_blocks
+            if not reserved:
+                lease.adopt()
             return lease
 
     def try_lease(self, num_blocks: int, owner: str, *, reserved: bool = False) -> BlockLease | None:
@@ -185,19 +195,8 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks of adopted leases, and of released ones that are still held; a shared block counts once."""
-        return self._count(LeaseState.USED, LeaseState.RELEASING)
-
-    @property
-    def num_reserved(self) -> int:
-        """Blocks of leases that wait for their KV."""
-        return self._count(LeaseState.RESERVED)
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks that more than one lease holds."""
         with self.lock:
-            holders = Counter(block for lease in self._leases for block in lease.block_ids)
-        return sum(count > 1 for count in holders.values())
+            return self.num_blocks - len(self._free) - self.num_reserved
 
     @property
     def num_cached(self) -> int:
@@ -229,6 +228,7 @@ class BlockPool:
             faults += [
                 f"lease of {lease.owner} names a block twice" for lease in self._leases if _repeats(lease.block_ids)
             ]
+            faults += self._wrong_counts(owners)
             ended = [lease.owner for lease in self._leases if lease.state is LeaseState.RELEASED]
             faults += [f"lease of {owner} is released but still on the books" for owner in ended]
         if faults:
@@ -245,6 +245,17 @@ class BlockPool:
                 f"block {block}: held by {' and '.join(owners) or 'nobody'}, counted {self._num_holders[block]} times"
             )
         return ""
+
+    def _wrong_counts(self, owners: dict[int, list[str]]) -> list[str]:
+        """Compare the counters with the leases."""
+        shared = sum(len(names) > 1 for names in owners.values())
+        reserved = sum(len(lease.block_ids) for lease in self._leases if lease.state is LeaseState.RESERVED)
+        counted = {"shared": (self.num_shared, shared), "reserved": (self.num_reserved, reserved)}
+        return [
+            f"{stated} {name} blocks counted, {true} found"
+            for name, (stated, true) in counted.items()
+            if stated != true
+        ]
 
     def take(self, num_blocks: int) -> list[int]:
         """Remove `num_blocks` from the free list, for a lease. Call with the lock held."""
@@ -263,6 +274,7 @@ class BlockPool:
         life.advance(LeaseEvent.ADOPT, 0.0)
         for block in block_ids:
             self._num_holders[block] += 1
+            self.num_shared += self._num_holders[block] == 2
         lease = BlockLease(self, owner, list(block_ids), life)
         self._leases.add(lease)
         return lease
@@ -272,14 +284,11 @@ class BlockPool:
         self._leases.remove(lease)
         for block in block_ids:
             self._num_holders[block] -= 1
+            self.num_shared -= self._num_holders[block] == 1
         freed = [block for block in block_ids if self._num_holders[block] == 0]
         if freed and self._on_free is not None:
             self._on_free(freed)
         self._free.extend(reversed(freed))
-
-    def _count(self, *states: LeaseState) -> int:
-        with self.lock:
-            return len({block for lease in self._leases if lease.state in states for block in lease.block_ids})
 
 
 def _repeats(block_ids: Sequence[int]) -> bool:

@@ -111,7 +111,7 @@ class Engine:
         self._pool = KvPool(self.layout, num_blocks, block_size, where, backend)
         with _current(where):
             self._forward = choose_forward(model, found, self._pool, backend, where, self.max_model_len, threads)
-        self._draw_rows = backend.draw_rows
+        self._draw_rows, self._summarize = backend.draw_rows, backend.summarize
         self._is_stepping = False
         mebibytes = self._pool.num_bytes / 2**20
         log.info("%s: %d blocks of %d tokens, %.0f MiB of KV", model.architecture, num_blocks, block_size, mebibytes)
@@ -139,7 +139,7 @@ class Engine:
         with torch.inference_mode(), _current(self._where):
             logits = self._compute(chunks, on_layer)
             rows = [row for chunk in chunks for row in chunk.samples]
-            choices = iter(sample(_sampled(logits, chunks), rows, self._draw_rows))
+            choices = iter(sample(_sampled(logits, chunks), rows, self._draw_rows, self._summarize))
             results, first = list[ChunkResult](), 0
             for chunk in chunks:
                 scores = _scores(logits[first : first + len(chunk.scored_ids)], chunk)
@@ -193,9 +193,10 @@ class Engine:
         needed = num_blocks_for(stop, self.block_size)
         if len(chunk.block_ids) < needed:
             raise ValueError(f"{stop} positions need {needed} blocks, the table has {len(chunk.block_ids)}")
-        if not all(0 <= block < self.num_blocks for block in chunk.block_ids[:needed]):
+        table = chunk.block_ids[:needed]
+        if min(table) < 0 or max(table) >= self.num_blocks:
             raise ValueError("a block id lies outside the pool")
-        if not all(0 <= token < self.vocab_size for token in chunk.token_ids):
+        if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= self.vocab_size:
             raise ValueError("a token id lies outside the vocabulary")
         if len(chunk.scored_ids) > len(chunk.token_ids):
             raise ValueError(f"{len(chunk.scored_ids)} ids are to be scored after {len(chunk.token_ids)} tokens")

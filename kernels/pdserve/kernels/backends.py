@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pdserve.core.errors import ConfigError
 from pdserve.kernels import kv_write, paged_attention, wire_pack
 from pdserve.kernels.ragged import ChunkRows, RaggedPlan
-from pdserve.kernels.sampling import DrawRows
+from pdserve.kernels.sampling import DrawRows, Summarize, summarize
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ class Backend:
     """There where the attention can be captured in a graph."""
     has_forward: bool = False
     """Whether it computes the whole forward pass of the architectures that it knows."""
+    summarize: Summarize = summarize
     draw_rows: DrawRows | None = None
     """There where rows are drawn on the device; otherwise their logits are copied to the host, which draws."""
 

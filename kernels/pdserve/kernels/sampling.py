@@ -37,7 +37,25 @@ class DrawRows(Protocol):
         ...
 
 
-def sample(logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | None = None) -> list[Choice]:
+class Summarize(Protocol):
+    """Looks at rows of logits, as `summarize` does."""
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of `logits` [rows, vocabulary], float32: log-sum-exp, largest [rows], and its id [rows], int64.
+
+        Log-sum-exp is not finite where a logit is NaN or +infinity, or all are -infinity; what the others are then means nothing.
+        """
+        ...
+
+
+def summarize(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do so with torch."""
+    return torch.logsumexp(logits, dim=-1), logits.amax(dim=-1), logits.argmax(dim=-1)
+
+
+def sample(
+    logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | None = None, summarize: Summarize = summarize
+) -> list[Choice]:
     """Return what each row of `logits` [rows, vocabulary] gets; log-probabilities are of the unmodified distribution.
 
     With `draw_rows`, only the likeliest ids of rows that have filters leave the device, and all logits of a row whose filters
@@ -53,11 +71,12 @@ def sample(logits: Tensor, rows: Sequence[SampledRow], draw_rows: DrawRows | Non
     if not rows:
         return []
     raw = logits.float()
-    norms = torch.logsumexp(raw, dim=-1)
+    norms, best, token_ids = summarize(raw)
     states = {index: row.state for index, row in enumerate(rows) if row.state is not None}
     scores = raw.clone() if states else raw
     reasons = process(scores, states)
-    best, token_ids = scores.amax(dim=-1), scores.argmax(dim=-1)
+    if states:
+        best, token_ids = scores.amax(dim=-1), scores.argmax(dim=-1)
     _draw(scores, rows, token_ids, torch.isfinite(norms) & torch.isfinite(best), draw_rows)
     logprobs = raw.gather(1, token_ids[:, None])[:, 0] - norms
     answers = torch.stack([column.double() for column in (norms, best, token_ids, logprobs)], dim=1).tolist()

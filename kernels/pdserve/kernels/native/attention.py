@@ -3,16 +3,13 @@
 Used where the rest of the model is computed by torch. A whole native forward pass has it on its tape instead.
 """
 
-import ctypes
-import threading
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.kernels import paged_attention as by_torch
-from pdserve.kernels.native.library import NativeLibrary, native_library
+from pdserve.kernels.native.alone import run_alone
 from pdserve.kernels.native.structures import OperationKind, OperationStruct
 from pdserve.kernels.native.tape import MAX_HEAD_DIM, AttentionLayer, TapeStep, attention_struct
 from pdserve.kernels.ragged import ChunkRows, RaggedPlan
@@ -25,23 +22,6 @@ class NativePlan(RaggedPlan):
         super().__init__(chunks, block_size, dtype, device)
         self.block_size = block_size
         self.step = TapeStep([], chunks, [], block_size)
-
-
-class _Teams(threading.local):
-    """Each thread's teams, by size: a team has one caller at a time."""
-
-    def __init__(self) -> None:
-        self.by_size: dict[int, int] = {}
-
-    def of(self, library: NativeLibrary, num_threads: int) -> int:
-        if num_threads not in self.by_size:
-            team = library.new_team(num_threads)
-            weakref.finalize(threading.current_thread(), library.c.team_free, team)
-            self.by_size[num_threads] = team
-        return self.by_size[num_threads]
-
-
-_teams = _Teams()
 
 
 def paged_attention(
@@ -70,8 +50,6 @@ def paged_attention(
         return by_torch.paged_attention(
             query, key_cache, value_cache, plan, window=window, scaling=scaling, softcap=softcap, sinks=sinks
         )
-    library = native_library()
-    assert library is not None
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     layer = AttentionLayer(key_cache, value_cache, plan.block_size, heads, window, scaling, softcap, sinks)
     x = query.float().contiguous()
@@ -84,6 +62,5 @@ def paged_attention(
         y_stride=y.stride(0),
         attention=attention_struct(layer),
     )
-    team = _teams.of(library, torch.get_num_threads())
-    library.c.tape_run(team, ctypes.byref(operation), 0, 1, ctypes.byref(plan.step.struct))
+    run_alone(operation, plan.step.struct)
     return y.to(query.dtype)

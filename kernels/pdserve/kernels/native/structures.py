@@ -49,6 +49,7 @@ class OperationKind(IntEnum):
     ATTEND = 7
     ACTIVATE = 8
     SCALE = 9
+    SUMMARIZE = 10
 
 
 class WeightStruct(ctypes.Structure):
@@ -144,8 +145,6 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = [
         ("token_ids", Pointer),
-        ("positions", Pointer),
-        ("slots", Pointer),
         ("kept", Pointer),
         ("chunks", Pointer),
         ("num_rows", Int),

@@ -99,7 +99,6 @@ class TapeStep:
     ) -> None:
         tables = [np.asarray(chunk.block_ids, np.int32) for chunk in chunks]
         self.chunks = (ChunkStruct * max(len(chunks), 1))()
-        positions, slots = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         first_row = 0
         for struct, chunk, table in zip(self.chunks, chunks, tables, strict=False):
             if len(table) * block_size < chunk.stop:
@@ -107,20 +106,13 @@ class TapeStep:
             struct.block_ids, struct.start = table.ctypes.data, chunk.start
             struct.num_rows, struct.first_row = chunk.num_rows, first_row
             first_row += chunk.num_rows
-            places = np.arange(chunk.start, chunk.stop)
-            positions.append(places)
-            slots.append(table[places // block_size].astype(np.int64) * block_size + places % block_size)
         self.num_rows = first_row
         self.num_kept = len(kept)
-        self._arrays: list[NDArray[Any]] = [
-            np.asarray(token_ids, np.int32),
-            np.concatenate(positions).astype(np.int32),
-            np.concatenate(slots),
-            np.asarray(kept, np.int32),
-            *tables,
-        ]
-        pointers = [array.ctypes.data for array in self._arrays[:4]]
-        self.struct = StepStruct(*pointers, ctypes.addressof(self.chunks), self.num_rows, self.num_kept, len(chunks))
+        ids, rows = np.asarray(token_ids, np.int32), np.asarray(kept, np.int32)
+        self._arrays: list[NDArray[Any]] = [ids, rows, *tables]
+        self.struct = StepStruct(
+            ids.ctypes.data, rows.ctypes.data, ctypes.addressof(self.chunks), first_row, len(kept), len(chunks)
+        )
 
 
 class Tape:

@@ -203,13 +203,16 @@ static const float *head_at(const struct attention *layer, const void *cache, pt
 static void find(const struct attention *layer, struct stretch *stretch, const int32_t *block_ids, int kv_head, int start, int from,
                  int to)
 {
-    int size = layer->block_size;
     stretch->start = start;
     stretch->begin = from > start ? from - start : 0;
     stretch->count = at_most(STRETCH, to - start);
+    int size = layer->block_size, block = (start + stretch->begin) / size, place = (start + stretch->begin) % size;
     for (int j = stretch->begin; j < stretch->count; j++) {
-        int position = start + j;
-        ptrdiff_t slot = (ptrdiff_t)block_ids[position / size] * size + position % size;
+        ptrdiff_t slot = (ptrdiff_t)block_ids[block] * size + place;
+        if (++place == size) {
+            place = 0;
+            block++;
+        }
         stretch->keys[j] = head_at(layer, layer->keys, slot, kv_head, layer->key_dim, stretch->key_copies[j]);
         stretch->values[j] = head_at(layer, layer->values, slot, kv_head, layer->value_dim, stretch->value_copies[j]);
     }

@@ -14,6 +14,15 @@ struct chunk {
     int32_t first_row;
 };
 
+// The rows of a chunk among rows first … end - 1 of the step, for a loop; none: it ends where it begins.
+INLINE int first_row_of(const struct chunk *chunk, int first) { return first > chunk->first_row ? first : chunk->first_row; }
+INLINE int end_row_of(const struct chunk *chunk, int end) { return at_most(end, chunk->first_row + chunk->num_rows); }
+
+INLINE ptrdiff_t slot_of(const struct chunk *chunk, int position, int block_size)
+{
+    return (ptrdiff_t)chunk->block_ids[position / block_size] * block_size + position % block_size;
+}
+
 struct attention {
     const void *keys;   // [slots, kv_heads, key_dim], of `format`; a layer's cache, the step's own tokens included
     const void *values; // [slots, kv_heads, value_dim]

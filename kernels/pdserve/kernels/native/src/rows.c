@@ -61,17 +61,19 @@ void normalize(const struct norm *norm, const float *x, ptrdiff_t x_stride, void
         }
 }
 
-void find_angles(const struct rotation *rotation, const int32_t *positions, float *angles, int first, int end)
+void find_angles(const struct rotation *rotation, const struct chunk *chunks, int num_chunks, float *angles, int first, int end)
 {
     int pairs = rotation->pairs;
-    for (int r = first; r < end; r++) {
-        float *cosines = angles + (ptrdiff_t)r * 2 * pairs, *sines = cosines + pairs;
-        for (int i = 0; i < pairs; i++) {
-            float angle = (float)positions[r] * rotation->frequencies[i];
-            cosines[i] = cosf(angle) * rotation->scaling;
-            sines[i] = sinf(angle) * rotation->scaling;
+    for (const struct chunk *chunk = chunks; chunk < chunks + num_chunks; chunk++)
+        for (int r = first_row_of(chunk, first); r < end_row_of(chunk, end); r++) {
+            float position = (float)(chunk->start + r - chunk->first_row);
+            float *cosines = angles + (ptrdiff_t)r * 2 * pairs, *sines = cosines + pairs;
+            for (int i = 0; i < pairs; i++) {
+                float angle = position * rotation->frequencies[i];
+                cosines[i] = cosf(angle) * rotation->scaling;
+                sines[i] = sinf(angle) * rotation->scaling;
+            }
         }
-    }
 }
 
 void rotate(const struct rotation *rotation, const float *angles, float *x, ptrdiff_t x_stride, int first, int end)
@@ -167,16 +169,16 @@ static void write_heads(int format, void *cache, ptrdiff_t place, const float *f
         }
 }
 
-void write_cache(const struct attention *layer, const float *keys, const float *values, ptrdiff_t stride, const int64_t *slots,
-                 int first, int end)
+void write_cache(const struct attention *layer, const struct chunk *chunks, int num_chunks, const float *keys, const float *values,
+                 ptrdiff_t stride, int first, int end)
 {
     int key_width = layer->num_kv_heads * layer->key_dim, value_width = layer->num_kv_heads * layer->value_dim;
-    for (int r = first; r < end; r++) {
-        if (slots[r] < 0)
-            continue;
-        write_heads(layer->format, (void *)layer->keys, slots[r] * key_width, keys + r * stride, key_width);
-        write_heads(layer->format, (void *)layer->values, slots[r] * value_width, values + r * stride, value_width);
-    }
+    for (const struct chunk *chunk = chunks; chunk < chunks + num_chunks; chunk++)
+        for (int r = first_row_of(chunk, first); r < end_row_of(chunk, end); r++) {
+            ptrdiff_t slot = slot_of(chunk, chunk->start + r - chunk->first_row, layer->block_size);
+            write_heads(layer->format, (void *)layer->keys, slot * key_width, keys + r * stride, key_width);
+            write_heads(layer->format, (void *)layer->values, slot * value_width, values + r * stride, value_width);
+        }
 }
 
 void scale_and_cap(float *x, ptrdiff_t stride, int width, float factor, float cap, int first, int end)
@@ -192,4 +194,37 @@ void scale_and_cap(float *x, ptrdiff_t stride, int width, float factor, float ca
             store(part, z);
             memcpy(at, part, bytes);
         }
+}
+
+static struct summary summary_of(const float *x, int width)
+{
+    const int step = 4 * LANES;
+    vf top[4], total[4] = {};
+    float best = -INFINITY, rest = 0;
+    int d, best_id = 0;
+    for (int i = 0; i < 4; i++)
+        top[i] = splat(-INFINITY);
+    // Where a number is NaN the processor takes the second operand: the largest so far.
+    for (d = 0; d + step <= width; d += step)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            top[i] = largest(load(x + d + i * LANES), top[i]);
+    for (best = largest_lane(largest(largest(top[0], top[1]), largest(top[2], top[3]))); d < width; d++)
+        best = x[d] > best ? x[d] : best;
+    while (best_id + 1 < width && x[best_id] != best)
+        best_id++;
+    for (d = 0; d + step <= width; d += step)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            total[i] += exponential(load(x + d + i * LANES) - splat(best));
+    for (; d < width; d++)
+        rest += exponential(splat(x[d] - best))[0];
+    rest += sum_lanes((total[0] + total[1]) + (total[2] + total[3]));
+    return (struct summary){best + logf(rest), best, best_id};
+}
+
+void summarize(const float *x, ptrdiff_t stride, int width, struct summary *summaries, int first, int end)
+{
+    for (int r = first; r < end; r++)
+        summaries[r] = summary_of(x + r * stride, width);
 }

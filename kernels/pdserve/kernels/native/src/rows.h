@@ -33,8 +33,8 @@ void embed(const struct weight *weight, const int32_t *token_ids, float factor, 
 void normalize(const struct norm *norm, const float *x, ptrdiff_t x_stride, void *y, ptrdiff_t y_stride, int rounds, int first,
                int end);
 
-// angles[r] = cosine [pairs], then sine [pairs], of positions[r] * frequency, scaled.
-void find_angles(const struct rotation *rotation, const int32_t *positions, float *angles, int first, int end);
+// angles[r] = cosine [pairs], then sine [pairs], of the row's position * frequency, scaled.
+void find_angles(const struct rotation *rotation, const struct chunk *chunks, int num_chunks, float *angles, int first, int end);
 
 // Turn the heads of x in place.
 void rotate(const struct rotation *rotation, const float *angles, float *x, ptrdiff_t x_stride, int first, int end);
@@ -43,9 +43,18 @@ void rotate(const struct rotation *rotation, const float *angles, float *x, ptrd
 void activate(int activation, int is_gated, const float *x, ptrdiff_t x_stride, int width, void *y, ptrdiff_t y_stride, int rounds,
               int first, int end);
 
-// Put each row's keys [kv_heads * key_dim] and values into the cache at its slot; a negative slot writes nothing.
-void write_cache(const struct attention *layer, const float *keys, const float *values, ptrdiff_t stride, const int64_t *slots,
-                 int first, int end);
+// Put each row's keys [kv_heads * key_dim] and values into the cache, at its position of its sequence.
+void write_cache(const struct attention *layer, const struct chunk *chunks, int num_chunks, const float *keys, const float *values,
+                 ptrdiff_t stride, int first, int end);
+
+// What choosing a token asks of a row of logits; NaN in `norm` if one of them is NaN or +infinity, or all are -infinity.
+struct summary {
+    float norm;      // log of the sum of e^x
+    float best;      // the largest
+    int32_t best_id; // the first of the largest
+};
+
+void summarize(const float *x, ptrdiff_t stride, int width, struct summary *summaries, int first, int end);
 
 // x = cap * tanh(factor * x / cap), or factor * x if cap is 0.
 void scale_and_cap(float *x, ptrdiff_t stride, int width, float factor, float cap, int first, int end);

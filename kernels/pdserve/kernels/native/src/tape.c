@@ -28,19 +28,22 @@ static void run_rows(const struct operation *op, const struct step *step, int fi
         normalize(&op->norm, op->x, op->x_stride, op->y, op->y_stride, op->rounds, first, end);
         break;
     case OPERATION_ANGLES:
-        find_angles(&op->rotation, step->positions, op->y, first, end);
+        find_angles(&op->rotation, step->chunks, step->num_chunks, op->y, first, end);
         break;
     case OPERATION_ROTATE:
         rotate(&op->rotation, op->y, op->x, op->x_stride, first, end);
         break;
     case OPERATION_WRITE:
-        write_cache(&op->attention, op->x, op->y, op->x_stride, step->slots, first, end);
+        write_cache(&op->attention, step->chunks, step->num_chunks, op->x, op->y, op->x_stride, first, end);
         break;
     case OPERATION_ACTIVATE:
         activate(op->activation, op->is_gated, op->x, op->x_stride, op->width, op->y, op->y_stride, op->rounds, first, end);
         break;
     case OPERATION_SCALE:
         scale_and_cap(op->x, op->x_stride, op->width, op->factor, op->cap, first, end);
+        break;
+    case OPERATION_SUMMARIZE:
+        summarize(op->x, op->x_stride, op->width, op->y, first, end);
         break;
     }
 }

@@ -16,6 +16,7 @@ enum operation_kind {
     OPERATION_ATTEND,    // y = attention of the queries in x
     OPERATION_ACTIVATE,  // y = activation(x), gated or not
     OPERATION_SCALE,     // x scaled and capped in place
+    OPERATION_SUMMARIZE, // y, of struct summary, = what choosing a token asks of x
 };
 
 // One operation on the step's rows, or, where `of_kept` says so, on the kept ones. Strides are in elements.
@@ -24,7 +25,7 @@ struct operation {
     int32_t of_kept;
     int32_t rounds;  // y is of bfloat16
     int32_t adds;    // to what stands in y
-    int32_t width;   // of KEEP, ACTIVATE (of y) and SCALE
+    int32_t width;   // of KEEP, ACTIVATE (of y), SCALE and SUMMARIZE
     int32_t activation;
     int32_t is_gated;
     float factor;
@@ -42,8 +43,6 @@ struct operation {
 // What a step is about.
 struct step {
     const int32_t *token_ids; // [num_rows]
-    const int32_t *positions; // [num_rows]
-    const int64_t *slots;     // [num_rows]
     const int32_t *kept;      // [num_kept]: rows
     const struct chunk *chunks;
     int32_t num_rows;
