@@ -15,7 +15,8 @@ BASE_URL := http://127.0.0.1:8000/v1
 help: ## show the targets
 > @grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(STAMP) $(NATIVE) ## create .venv and install pdserve with its development tools
+setup: $(STAMP) ## create .venv and install pdserve with its development tools
+> @$(MAKE) --silent $(NATIVE)
 
 $(STAMP): pyproject.toml constraints-dev.txt
 > @[ -n "$(PYTHON)" ] || { echo "setup: pdserve needs Python 3.11 or newer; name it with make PYTHON=…" >&2; exit 1; }
@@ -24,10 +25,11 @@ $(STAMP): pyproject.toml constraints-dev.txt
 > $(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 > @echo "setup: installing (about 2.2 GB on the first run: torch, triton)"
 > $(BIN)/python -m pip install --progress-bar on -c constraints-dev.txt --group dev -e .
-> @touch $(STAMP)
+> @touch $(STAMP) $(NATIVE)
 
-# Installing has built them already; this is for changed sources. Without a compiler pdserve works with torch alone.
-$(NATIVE): $(STAMP) kernels/build_native.py $(wildcard kernels/pdserve/kernels/native/src/*)
+# Installing builds the native operations; this builds them again when their sources change. Asked for by a make of its own, which
+# sees what installing has just touched. Without a compiler pdserve works with torch alone.
+$(NATIVE): kernels/build_native.py $(wildcard kernels/pdserve/kernels/native/src/*)
 > @$(BIN)/python kernels/build_native.py || echo "setup: no native operations; torch alone will compute, slower" >&2
 > @touch $(NATIVE)
 

@@ -134,13 +134,11 @@ def engine() -> Iterator[Finding]:
 
 def native() -> Iterator[Finding]:
     """The native operations, which compute on a CPU."""
-    from pdserve.kernels.native.library import native_library, processor_flags, usable_sets
+    from pdserve.kernels.native.library import HOW_TO_BUILD, native_library, processor_flags, usable_sets
 
     library = native_library()
     if library is None:
-        advice = (
-            "install a C compiler, then run `python kernels/build_native.py`; until then torch alone computes, slower"
-        )
+        advice = f"{HOW_TO_BUILD}; until then torch alone computes, slower"
         yield Finding("native", Verdict.WARN, "not built for this processor", advice)
         return
     fact = f"{library.instruction_set}, the best of what was built for this processor"

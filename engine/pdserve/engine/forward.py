@@ -49,8 +49,7 @@ class Forward:
         if self._graphs is not None and on_layer is None and self._graphs.serves(chunks, kept_rows):
             self.num_forwards += 1
             return self._graphs.logits(chunks)
-        rows = [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
-        plan = self._backend.plan(rows, self._pool.block_size, self._dtype, self._device)
+        plan = self._backend.plan(rows_of(chunks), self._pool.block_size, self._dtype, self._device)
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         frame = PagedFrame(self._pool, plan, self._backend, on_layer)
         with entered(frame):
@@ -58,7 +57,7 @@ class Forward:
                 input_ids=torch.tensor([token_ids], device=self._device),
                 position_ids=plan.positions[None],
                 use_cache=False,
-                logits_to_keep=self._places(rows, kept_rows),
+                logits_to_keep=torch.tensor(kept_places(chunks, kept_rows), dtype=torch.int64, device=self._device),
             )
         self.num_forwards += 1
         if frame.num_calls != self._pool.layout.num_layers:
@@ -68,9 +67,16 @@ class Forward:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _places(self, rows: Sequence[ChunkRows], kept_rows: Sequence[Sequence[int]]) -> Tensor:
-        places, first = list[int](), 0
-        for chunk, kept in zip(rows, kept_rows, strict=True):
-            places += [first + row for row in kept]
-            first += chunk.num_rows
-        return torch.tensor(places, dtype=torch.int64, device=self._device)
+
+def rows_of(chunks: Sequence[SequenceChunk]) -> list[ChunkRows]:
+    """Return the chunks as their backend's plan wants them."""
+    return [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks]
+
+
+def kept_places(chunks: Sequence[SequenceChunk], kept_rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return where in the step the rows lie that each chunk keeps."""
+    places, first = list[int](), 0
+    for chunk, kept in zip(chunks, kept_rows, strict=True):
+        places += [first + row for row in kept]
+        first += len(chunk.token_ids)
+    return places

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pdserve.engine.batch import SequenceChunk
 from pdserve.engine.families import LayerParts, ModelParts, NormParts, RotaryParts
+from pdserve.engine.forward import kept_places, rows_of
 from pdserve.engine.kv_pool import KvPool
 from pdserve.engine.probe import LayerCall
 from pdserve.kernels.native.library import NativeLibrary
 from pdserve.kernels.native.product import PackedWeight
 from pdserve.kernels.native.tape import AttentionLayer, Place, Rotation, Rows, Tape, TapeStep
-from pdserve.kernels.ragged import ChunkRows
 
 
 class NativeForward:
@@ -43,13 +43,10 @@ class NativeForward:
 
         `on_layer(l)` is called when layer l's keys and values lie in the pool, before the next layer runs.
         """
-        kept, first = list[int](), 0
-        for chunk, rows in zip(chunks, kept_rows, strict=True):
-            kept += [first + row for row in rows]
-            first += len(chunk.token_ids)
+        kept = kept_places(chunks, kept_rows)
         step = TapeStep(
             [token for chunk in chunks for token in chunk.token_ids],
-            [ChunkRows(chunk.start, len(chunk.token_ids), chunk.block_ids) for chunk in chunks],
+            rows_of(chunks),
             kept,
             self._block_size,
         )

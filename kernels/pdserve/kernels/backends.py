@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pdserve.core.errors import ConfigError
 from pdserve.kernels import kv_write, paged_attention, wire_pack
+from pdserve.kernels.native.library import HOW_TO_BUILD
 from pdserve.kernels.ragged import ChunkRows, RaggedPlan
 from pdserve.kernels.sampling import DrawRows, Summarize, summarize
 
@@ -98,10 +99,7 @@ BACKENDS = {
 """Those that are always there."""
 
 OPTIONAL = {
-    "native": (
-        "pdserve.kernels.native.backend",
-        "install a C compiler, then build them: python kernels/build_native.py",
-    ),
+    "native": ("pdserve.kernels.native.backend", HOW_TO_BUILD),
     "triton": ("pdserve.kernels.triton_backend", "install it with pip install 'pdserve[triton]'"),
 }
 """Those that need something: the module, imported when first asked for, whose `BACKEND` is it, and how to have it."""

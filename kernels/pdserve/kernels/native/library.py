@@ -13,6 +13,7 @@ from pdserve.kernels.native.structures import ChunkStruct, OperationStruct, Step
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
+HOW_TO_BUILD = "install a C compiler, then build them: python kernels/build_native.py"
 
 AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
